@@ -1,0 +1,31 @@
+"""DFlash in JAX: train drafters, decode in a loop that never leaves the device. See README.md; terms in docs/glossary.md.
+
+Dimension key: B rows, T context positions, C cache capacity, A anchored blocks a row, K slots a block (J = K - 1 drafted), D width,
+N taps (M = N x D), H query heads, G key/value heads, R = H / G, E head width, F MLP width, V vocabulary, L token buffer.
+Arrays carry their shape in their name.
+"""
+
+from dflash_jax.config import DFlashConfig
+from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, KVInjectionAttention
+from dflash_jax.errors import DFlashError
+from dflash_jax.generate import Generation, generate, stream
+from dflash_jax.hf import load_drafter, load_target, save_drafter
+from dflash_jax.loss import dflash_loss
+from dflash_jax.verify import verify_block
+
+__all__ = [
+    "ContextFuser",
+    "DFlashConfig",
+    "DFlashError",
+    "DraftModel",
+    "Drafter",
+    "Generation",
+    "KVInjectionAttention",
+    "dflash_loss",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "save_drafter",
+    "stream",
+    "verify_block",
+]

@@ -1,0 +1,73 @@
+"""python -m dflash_jax COMMAND: regenerate, bench, invariants. `COMMAND --help` lists the options."""
+
+import sys
+from pathlib import Path
+
+from dflash_jax.bench import bench
+from dflash_jax.cli import build_config, config_parser, parse_config, run
+from dflash_jax.conversations import read_prompts
+from dflash_jax.errors import ConfigError
+from dflash_jax.hf import load_target
+from dflash_jax.invariants import check_invariants
+from dflash_jax.prompts import packaged_prompts
+from dflash_jax.regenerate import regenerate
+
+
+def regenerate_command(argv: list[str]) -> int:
+    """Let the target answer prompts."""
+    parser = config_parser(
+        "Let the target answer prompts: the text that drafters learn from. Run it again after a kill: it continues.",
+        prog="dflash_jax regenerate",
+    )
+    parser.add_argument("--out", type=str, help="JSONL file to append to; default: the first of data.train")
+    parser.add_argument(
+        "--prompts", action="append", default=[], help="JSONL file of prompts, repeatable; default: the packaged training prompts"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="at most this many prompts; 0 takes all")
+    parser.add_argument("--batch_size", type=int, default=32, help="rows decoded together; raise it until memory or speed ends")
+    parsed = parser.parse_args(argv)
+    config = build_config(parsed, parser)
+    out = parsed.out or (config.data.train[0] if config.data.train else None)
+    if out is None:
+        raise ConfigError("there is no output file: give --out FILE.jsonl, or data.train in the config")
+    if parsed.limit < 0 or parsed.batch_size < 1:
+        raise ConfigError(f"--limit {parsed.limit} must be 0 or more and --batch_size {parsed.batch_size} at least 1")
+    prompts = read_prompts(parsed.prompts) if parsed.prompts else packaged_prompts("train")
+    target = load_target(config.target.path, dtype=config.target.dtype)
+    if target.tokenizer is None:
+        raise ConfigError(f"target.path {config.target.path} has no tokenizer: add tokenizer.json to the folder")
+    written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size)
+    print(f"{written} answers written to {out}")
+    return 0
+
+
+def bench_command(argv: list[str]) -> int:
+    """Measure a drafter."""
+    return bench(parse_config(argv, "Measure a drafter: acceptance, exactness, speed. The last line is JSON."))
+
+
+def invariants_command(argv: list[str]) -> int:
+    """Check what DFlash claims of itself."""
+    if argv:
+        print("python -m dflash_jax invariants takes no options: it checks the paper's properties on a small random model")
+        return 0 if argv[0] in ("-h", "--help") else 2
+    return check_invariants()
+
+
+COMMANDS = {"regenerate": regenerate_command, "bench": bench_command, "invariants": invariants_command}
+
+
+def main(argv: list[str]) -> int:
+    """Dispatch to a command."""
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    print("usage: python -m dflash_jax COMMAND [options]\n\ncommands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<12}{command.__doc__}")
+    if argv and argv[0] not in ("-h", "--help"):
+        print(f"error: {argv[0]!r} is no command", file=sys.stderr)
+    return 0 if argv and argv[0] in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,113 @@
+"""The two attentions of the project: cached causal (targets) and anchored (drafters). Grouped query heads, softmax in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.layers import product
+
+# Large and finite: a row that sees nothing stays finite, forward and backward.
+HIDDEN_SCORE = -1e30
+
+
+def cached_attention(
+    q_BTHE: Float[Array, "B T H E"],
+    k_BGCE: Float[Array, "B G C E"],
+    v_BGCE: Float[Array, "B G C E"],
+    positions_BT: Int[Array, "B T"],
+    dtype: str,
+) -> Float[Array, "B T H E"]:
+    """Causal attention over a cache: the query at position p sees the cache slots 0..p. Returns float32."""
+    batch, length, heads, width = q_BTHE.shape
+    groups = k_BGCE.shape[1]
+    q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * jnp.float32(width**-0.5)
+    scores_BGRTC = product("btgre,bgce->bgrtc", q_BTGRE, k_BGCE, dtype)
+    slots_C = jnp.arange(k_BGCE.shape[2], dtype=positions_BT.dtype)
+    seen_BTC = slots_C[None, None, :] <= positions_BT[:, :, None]
+    weights_BGRTC = jax.nn.softmax(jnp.where(seen_BTC[:, None, None], scores_BGRTC, HIDDEN_SCORE), axis=-1)
+    return product("bgrtc,bgce->btgre", weights_BGRTC, v_BGCE, dtype).reshape(batch, length, heads, width)
+
+
+def anchored_attention(
+    q_BAKHE: Float[Array, "B A K H E"],
+    context_k_BGTE: Float[Array, "B G T E"],
+    context_v_BGTE: Float[Array, "B G T E"],
+    block_k_BAKGE: Float[Array, "B A K G E"],
+    block_v_BAKGE: Float[Array, "B A K G E"],
+    anchors_BA: Int[Array, "B A"],
+    *,
+    causal: bool,
+    window: int | None,
+    dtype: str,
+    anchor_chunk: int | None = None,
+    remat: bool = False,
+) -> tuple[Float[Array, "B A K H E"], Float[Array, "B A"]]:
+    """Each block attends the context strictly before its anchor and its own slots, under one softmax (paper, Figure 4).
+
+    Context key t has position t; slot k of a block has position anchor + k. `window`: a query at position p sees keys at positions
+    > p - window, and < p + window unless `causal`. Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and
+    `remat` recomputes their scores in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
+    """
+    batch, anchors, slots, heads, width = q_BAKHE.shape
+    groups, context = context_k_BGTE.shape[1:3]
+    q_BAKGRE = q_BAKHE.reshape(batch, anchors, slots, groups, heads // groups, width) * jnp.float32(width**-0.5)
+
+    def attend(part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        q, block_k, block_v, starts_BA = part
+        context_scores = product("bakgre,bgte->bgrakt", q, context_k_BGTE, dtype)
+        block_scores = product("bakgre,bajge->bgrakj", q, block_k, dtype)
+        context_seen, block_seen = _seen(starts_BA, slots, context, causal=causal, window=window)
+        context_scores = jnp.where(context_seen[:, None, None], context_scores, HIDDEN_SCORE)
+        block_scores = jnp.where(block_seen[None, None, None, None], block_scores, HIDDEN_SCORE)
+        # One softmax over two parts: a common maximum, then one normaliser. Its gradient is zero, so it is not traced.
+        top = jax.lax.stop_gradient(jnp.maximum(context_scores.max(-1), block_scores.max(-1)))[..., None]
+        context_e, block_e = jnp.exp(context_scores - top), jnp.exp(block_scores - top)
+        total = context_e.sum(-1, keepdims=True) + block_e.sum(-1, keepdims=True)
+        context_w, block_w = context_e / total, block_e / total
+        out = product("bgrakt,bgte->bakgre", context_w, context_v_BGTE, dtype)
+        out = out + product("bgrakj,bajge->bakgre", block_w, block_v, dtype)
+        # entropy = log Z - E[score]; hidden scores have weight exactly 0
+        mean_score = (context_w * (context_scores - top)).sum(-1) + (block_w * (block_scores - top)).sum(-1)
+        return out, (jnp.log(total[..., 0]) - mean_score).mean(axis=(1, 2, 4))
+
+    if remat:
+        attend = jax.checkpoint(attend)
+    parts = (q_BAKGRE, block_k_BAKGE, block_v_BAKGE, anchors_BA)
+    if anchor_chunk is None or anchors <= anchor_chunk:
+        out, entropy_BA = attend(parts)
+    else:
+        chunks = -(-anchors // anchor_chunk)
+        out, entropy_BA = jax.lax.map(attend, jax.tree.map(lambda x: _split_chunks(x, chunks, anchor_chunk), parts))
+        out, entropy_BA = (_join_chunks(x)[:, :anchors] for x in (out, entropy_BA))
+    return out.reshape(batch, anchors, slots, heads, width), entropy_BA
+
+
+def _seen(
+    anchors_BA: Array, slots: int, context: int, *, causal: bool, window: int | None
+) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+    """What slot k sees: of the context [B, A, K, T], of its own block [K, K]."""
+    k_K = jnp.arange(slots, dtype=anchors_BA.dtype)
+    t_T = jnp.arange(context, dtype=anchors_BA.dtype)
+    context_seen = jnp.broadcast_to(t_T[None, None, None] < anchors_BA[:, :, None, None], (*anchors_BA.shape, slots, context))
+    block_seen = k_K[None] <= k_K[:, None] if causal else jnp.ones((slots, slots), bool)
+    if window is not None:
+        positions_BAK = anchors_BA[:, :, None] + k_K[None, None]
+        context_seen &= t_T[None, None, None] > positions_BAK[..., None] - window
+        block_seen &= k_K[None] > k_K[:, None] - window
+        if not causal:
+            block_seen &= k_K[None] < k_K[:, None] + window
+    return context_seen, block_seen
+
+
+def _split_chunks(x_BA: Array, chunks: int, size: int) -> Array:
+    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (anchor 0: a block that sees itself)."""
+    pad = [(0, 0)] * x_BA.ndim
+    pad[1] = (0, chunks * size - x_BA.shape[1])
+    padded = jnp.pad(x_BA, pad).reshape(x_BA.shape[0], chunks, size, *x_BA.shape[2:])
+    return jnp.moveaxis(padded, 1, 0)
+
+
+def _join_chunks(x_CBA: Array) -> Array:
+    """[chunks, B, size, ...] back to [B, chunks * size, ...]."""
+    x = jnp.moveaxis(x_CBA, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -1,0 +1,158 @@
+"""What a drafter is worth: acceptance and exactness over all prompts, then decoding speed against the fastest plain decoding."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from dflash_jax.config import Config
+from dflash_jax.conversations import read_prompts
+from dflash_jax.decode import decode
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.generate import NO_LIMIT, AcceptanceStats, GenerationStats, finish, generate, pool, start
+from dflash_jax.hf import load_drafter, load_target
+from dflash_jax.prompts import Prompt, packaged_prompts
+from dflash_jax.targets import DenseTarget
+
+DTYPES = ("float32", "bfloat16")
+TRIAL_PROMPTS = 3
+"""timed in both dtypes; the faster one is timed on"""
+
+
+class Timing(NamedTuple):
+    """Decoding of one prompt after its prefill."""
+
+    tokens: list[int]
+    emitted: int
+    seconds: float
+
+
+def bench(config: Config) -> int:
+    """Measure as configured and print a report whose last line is JSON. Returns 1 when a float32 text differs from plain decoding's."""
+    prompts = _prompts(config)
+    if config.drafter.path is None:
+        raise ConfigError("drafter.path is not set: name the drafter to measure")
+    target = load_target(config.target.path, dtype="float32")
+    drafter = load_drafter(config.drafter.path, target, dtype="float32")
+    encoded = [target.tokenizer.encode_chat([{"role": "user", "content": prompt["turns"][0]}]) for prompt in prompts]
+    rows, identical = _exactness(target, drafter, encoded, config)
+    stats = GenerationStats(rows, pool(rows))
+    for name in dict.fromkeys(prompt["set"] for prompt in prompts):
+        of_set = pool([row for row, prompt in zip(rows, prompts, strict=True) if prompt["set"] == name])
+        print(f"{name}: acceptance length {of_set.acceptance_length:.3f} (pooled)")
+    print(f"accepted per position: {' '.join(f'{share:.3f}' for share in stats.pooled.accepted_per_position)}")
+    stride = max(1, len(encoded) // max(config.bench.timed_prompts, 1))
+    speed = _speed(target, config, encoded[::stride][: config.bench.timed_prompts])
+    result = {
+        "acceptance_length": round(stats.acceptance_length, 4),
+        "acceptance_length_macro": round(stats.acceptance_length_macro, 4),
+        **speed,
+        "identical": identical == len(prompts),
+        "identical_prompts": identical,
+        "prompts": len(prompts),
+        "block_size": config.decode.block_size or drafter.config.block_size,
+        "max_new_tokens": config.bench.max_new_tokens,
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(result))
+    return 0 if identical == len(prompts) else 1
+
+
+def _prompts(config: Config) -> list[Prompt]:
+    limit = config.bench.limit
+    if limit < 0:
+        raise ConfigError(f"bench.limit is {limit}: give a number of prompts a set, or 0 for all")
+    prompts = read_prompts(config.bench.prompts) if config.bench.prompts else packaged_prompts("eval")
+    taken: dict[str, int] = {}
+    kept = []
+    for prompt in prompts:
+        taken[prompt["set"]] = taken.get(prompt["set"], 0) + 1
+        if not limit or taken[prompt["set"]] <= limit:
+            kept.append(prompt)
+    return kept
+
+
+def _exactness(
+    target: DenseTarget, drafter: Drafter, encoded: Sequence[list[int]], config: Config
+) -> tuple[list[AcceptanceStats], int]:
+    """Acceptance of every prompt in float32, and how many texts equal plain decoding's."""
+    size, new = config.bench.batch_size, config.bench.max_new_tokens
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    rows: dict[int, AcceptanceStats] = {}
+    identical = 0
+    with tqdm(total=len(encoded), unit="prompt", desc="exactness") as bar:
+        for first in range(0, len(order), size):
+            chosen = order[first : first + size]
+            batch = [encoded[i] for i in chosen]
+            plain = generate(target, None, batch, max_new_tokens=new)
+            fast = generate(target, drafter, batch, max_new_tokens=new, block_size=config.decode.block_size)
+            identical += sum(a == b for a, b in zip(plain.tokens, fast.tokens, strict=True))
+            rows |= dict(zip(chosen, fast.stats.rows, strict=True))
+            bar.update(len(chosen))
+    return [rows[i] for i in range(len(encoded))], identical
+
+
+def time_decoding(target: DenseTarget, drafter: Drafter | None, prompt: list[int], new: int, block_size: int | None) -> Timing:
+    """Decode one prompt after its prefill, compilation apart: a call with zero rounds compiles first."""
+    draft_params = drafter.params if drafter is not None else ()
+    state, lengths = start(target, drafter, [prompt], max_new_tokens=new, block_size=block_size)
+    state = jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(0), target=target, drafter=drafter))
+    before = time.perf_counter()
+    state = jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter))
+    seconds = time.perf_counter() - before
+    out = finish(state, lengths)
+    return Timing(out.tokens[0], out.stats.pooled.emitted, seconds)
+
+
+def _speed(target: DenseTarget, config: Config, encoded: Sequence[list[int]]) -> dict[str, Any]:
+    """Plain and speculative tokens a second, prompt by prompt in turn, each in its faster dtype."""
+    new, block_size = config.bench.max_new_tokens, config.decode.block_size
+    targets = {dtype: target.with_dtype(dtype) for dtype in DTYPES}
+    drafters = {dtype: load_drafter(str(config.drafter.path), targets[dtype], dtype=dtype) for dtype in DTYPES}
+    runs: dict[tuple[str, str], list[Timing]] = {}
+
+    def run(kind: str, dtype: str, prompt: list[int]) -> Timing:
+        drafter = drafters[dtype] if kind == "speculative" else None
+        timing = time_decoding(targets[dtype], drafter, prompt, new, block_size if drafter is not None else None)
+        runs.setdefault((kind, dtype), []).append(timing)
+        return timing
+
+    def rate(kind: str, dtype: str) -> float:
+        timings = runs[kind, dtype]
+        return sum(t.emitted for t in timings) / max(sum(t.seconds for t in timings), 1e-9)
+
+    for prompt in encoded[:TRIAL_PROMPTS]:
+        for dtype in DTYPES:
+            run("plain", dtype, prompt)
+            run("speculative", dtype, prompt)
+    best = {kind: max(DTYPES, key=lambda dtype: rate(kind, dtype)) for kind in ("plain", "speculative")}
+    for kind, dtype in best.items():
+        print(
+            f"{kind}: {', '.join(f'{d} {rate(kind, d):.1f}' for d in DTYPES)} tokens/s on {TRIAL_PROMPTS} prompts; timing {dtype}"
+        )
+    same = 0
+    for index, prompt in enumerate(tqdm(encoded, unit="prompt", desc="timing")):
+        if index >= TRIAL_PROMPTS:
+            for kind, dtype in best.items():
+                run(kind, dtype, prompt)
+        fast = runs["speculative", best["speculative"]][index]
+        plain = runs["plain", best["plain"]][index]
+        if best["plain"] != best["speculative"]:  # what the text is compared with has the dtype of the text
+            plain = time_decoding(targets[best["speculative"]], None, prompt, new, None)
+        same += fast.tokens == plain.tokens
+    plain_rate, fast_rate = rate("plain", best["plain"]), rate("speculative", best["speculative"])
+    return {
+        "plain_tokens_per_second": round(plain_rate, 2),
+        "plain_dtype": best["plain"],
+        "tokens_per_second": round(fast_rate, 2),
+        "dtype": best["speculative"],
+        "speedup": round(fast_rate / plain_rate, 4),
+        "identical_timed": round(same / max(len(encoded), 1), 4),
+        "timed_prompts": len(encoded),
+    }

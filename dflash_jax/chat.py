@@ -1,0 +1,96 @@
+"""Answers in the terminal: streamed, with acceptance and speed, and side by side with plain decoding on request."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.config import Config, DecodeConfig
+from dflash_jax.decode import decode
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError, PromptError
+from dflash_jax.generate import Generation, start, stream
+from dflash_jax.hf import load_drafter, load_target
+from dflash_jax.targets import DenseTarget
+from dflash_jax.tokenizer import StreamDecoder
+
+
+class Answer(NamedTuple):
+    """One streamed answer."""
+
+    tokens: list[int]
+    seconds: float
+    """from the request to the last token, compilation apart"""
+    acceptance_length: float
+
+
+def answer_prompts(config: Config, prompts: Sequence[str], compare: bool) -> int:
+    """Stream the answer to each prompt, then print acceptance and speed, with `compare` also plain decoding's and whether texts agree."""
+    if any(not prompt.strip() for prompt in prompts):
+        raise PromptError("--prompt is empty: give some text")
+    target = load_target(config.target.path, dtype=config.target.dtype)
+    if target.tokenizer is None:
+        raise ConfigError(f"target.path {config.target.path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
+    drafter = load_drafter(config.drafter.path, target) if config.drafter.path is not None else None
+    if compare and drafter is None:
+        raise ConfigError("--compare needs drafter.path: name the drafter to compare with plain decoding")
+    lines = []
+    for prompt in prompts:
+        tokens = target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        print(f"\n> {prompt}\n", flush=True)
+        fast = _answer(target, drafter, tokens, config.decode, show=True)
+        speed = len(fast.tokens) / fast.seconds
+        line = [_shorten(prompt), str(len(fast.tokens)), f"{fast.acceptance_length:.2f}", f"{speed:.1f}"]
+        if compare:
+            plain = _answer(target, None, tokens, config.decode, show=False)
+            plain_speed = len(plain.tokens) / plain.seconds
+            same = "yes" if plain.tokens == fast.tokens else f"no, from token {_first_difference(plain.tokens, fast.tokens)} on"
+            line += [f"{plain_speed:.1f}", f"{speed / plain_speed:.2f}x", same]
+        lines.append(line)
+    header = ["prompt", "tokens", "tau", "tokens/s"] + (["plain tokens/s", "speedup", "same text"] if compare else [])
+    _print_table(header, lines)
+    return 0
+
+
+def _answer(target: DenseTarget, drafter: Drafter | None, prompt: list[int], config: DecodeConfig, show: bool) -> Answer:
+    options = {
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "min_p": config.min_p,
+        "seed": config.seed,
+        "block_size": config.block_size if drafter is not None else None,
+    }
+    state, _ = start(target, drafter, [prompt], **options)  # compiles
+    draft_params = drafter.params if drafter is not None else ()
+    jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(0), target=target, drafter=drafter))
+    text = StreamDecoder(target.tokenizer)
+    before = time.perf_counter()
+    for piece in stream(target, drafter, prompt, **options):
+        if isinstance(piece, Generation):
+            seconds = time.perf_counter() - before
+            if show:
+                print(text.flush(), flush=True)
+            return Answer(piece.tokens[0], seconds, piece.stats.acceptance_length)
+        if show:
+            print(text.push(piece), end="", flush=True)
+    raise AssertionError("a stream ends with its Generation")
+
+
+def _shorten(text: str, width: int = 40) -> str:
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= width else one_line[: width - 3] + "..."
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _print_table(header: list[str], lines: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
+    print()
+    for row in [header, ["-" * width for width in widths], *lines]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

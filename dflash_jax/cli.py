@@ -1,0 +1,49 @@
+"""Command lines: the merged config of a run, and errors without tracebacks."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jsonargparse
+
+from dflash_jax.config import Config
+from dflash_jax.errors import DFlashError
+
+INTERRUPTED = 130
+"""exit status after Ctrl-C, as shells have it"""
+
+
+def config_parser(description: str, prog: str | None = None) -> Any:
+    """A parser for `--config FILE` (YAML) and a dotted override of every field of `Config`."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--config", action="config", help="YAML preset; later options override it")
+    parser.add_class_arguments(Config, None)
+    return parser
+
+
+def build_config(parsed: Any, parser: Any) -> Config:
+    """The `Config` among parsed arguments."""
+    values = parser.instantiate(parsed)
+    return Config(**{field.name: getattr(values, field.name) for field in dataclasses.fields(Config)})
+
+
+def parse_config(argv: Sequence[str], description: str = "A dflash_jax run.") -> Config:
+    """The merged config of a command line. Unknown names and wrong types end the process with a message (status 2)."""
+    parser = config_parser(description)
+    return build_config(parser.parse_args(list(argv)), parser)
+
+
+def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> None:
+    """Call an entry point and exit: 1 with the message of a `DFlashError`, 130 after Ctrl-C."""
+    try:
+        status = main(list(sys.argv[1:] if argv is None else argv))
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,181 @@
+"""Decoding in one device loop: draft a block, verify it, commit what stands, until every row is done.
+
+Between rounds one invariant holds, for `n = length_B[r]` committed tokens of row r: the target cache covers positions 0..n-2, the
+drafter's context cache too, and token n-1 (the anchor: known, not yet seen by the target) opens the next block. Plain decoding is
+the same loop with blocks of one slot.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.sampling import DRAFT_DRAW, TARGET_DRAW, Sampling, draw
+from dflash_jax.targets import Target
+from dflash_jax.verify import verify_block
+
+
+class DecodeState(NamedTuple):
+    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity."""
+
+    tokens_BL: Array
+    """committed tokens, prompt included; what lies at or past length_B means nothing"""
+    length_B: Array
+    """committed tokens a row"""
+    end_B: Array
+    """length at which a row stops: prompt + max_new_tokens"""
+    done_B: Array
+    stops_S: Array
+    """stop token ids, padded with -1"""
+    target_cache: Any
+    draft_cache: Any
+    """the drafter's context keys and values; an empty tuple in plain decoding"""
+    sampling: Sampling | None
+    """None: every row is greedy"""
+    rounds_B: Array
+    """verify passes a row took part in"""
+    accepted_BK: Array
+    """how many rounds of a row emitted k drafted tokens, k = 0..K-1"""
+
+
+def prefill_lengths(prompt_lengths: list[int], max_new_tokens: int, block_size: int) -> tuple[int, int]:
+    """Padded prompt length (a power of two) and cache capacity (a multiple of 128 with one block of slack): few shapes, few compilations."""
+    longest = max(prompt_lengths)
+    padded = max(16, 1 << (longest - 1).bit_length())
+    capacity = -(-(max(padded, longest + max_new_tokens) + block_size) // 128) * 128
+    return padded, capacity
+
+
+@partial(jax.jit, static_argnames=("target", "drafter", "block_size", "capacity"))
+def prefill(
+    params: Any,
+    draft_params: Any,
+    tokens_BT: Int[Array, "B T"],
+    lengths_B: Int[Array, " B"],
+    end_B: Int[Array, " B"],
+    stops_S: Int[Array, " S"],
+    sampling: Sampling | None,
+    *,
+    target: Target,
+    drafter: Drafter | None,
+    block_size: int,
+    capacity: int,
+) -> DecodeState:
+    """Read the prompts (right-padded), fill both caches and commit the target's first token."""
+    batch, padded = tokens_BT.shape
+    slots_T = jnp.arange(padded, dtype=jnp.int32)
+    positions_BT = jnp.where(slots_T[None] < lengths_B[:, None], slots_T[None], -1)
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    hidden_BTD, taps_BTM, target_cache = target.extend(params, tokens_BT, positions_BT, target.init_cache(batch, capacity), taps)
+    draft_cache: Any = ()
+    if drafter is not None:
+        draft_cache = drafter.extend_context(draft_params, taps_BTM, positions_BT, drafter.init_cache(batch, capacity))
+    last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
+    first_B1 = draw(target.unembed(params, last_B1D), lengths_B[:, None], sampling, TARGET_DRAW)
+    buffer_BL = jnp.pad(tokens_BT, ((0, 0), (0, capacity - padded)))
+    state = DecodeState(
+        tokens_BL=buffer_BL,
+        length_B=lengths_B,
+        end_B=end_B,
+        done_B=jnp.zeros((batch,), bool),
+        stops_S=stops_S,
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+        sampling=sampling,
+        rounds_B=jnp.zeros((batch,), jnp.int32),
+        accepted_BK=jnp.zeros((batch, block_size), jnp.int32),
+    )
+    return commit(state, first_B1, jnp.ones((batch,), jnp.int32))[0]
+
+
+def draft(
+    params: Any, draft_params: Any, state: DecodeState, target: Target, drafter: Drafter, block_size: int
+) -> Int[Array, "B J"]:
+    """One parallel pass of the drafter: tokens for slots 1..K-1 after each row's anchor."""
+    anchors_B = state.length_B - 1
+    anchor_tokens_B = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)[:, 0]
+    block_BKD = drafter.embed_block(draft_params, anchor_tokens_B, block_size, partial(target.embed, params))
+    positions_BK = anchors_B[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
+    hidden_BKD = drafter.propose(draft_params, block_BKD, positions_BK, state.draft_cache)
+    logits_BJV = drafter.unembed(draft_params, hidden_BKD[:, 1:], partial(target.unembed, params))
+    temperature = drafter.config.temperature
+    if temperature == 0:
+        return draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW)
+    batch = state.length_B.shape[0]
+    seeds_B = state.sampling.seed_B if state.sampling is not None else jnp.arange(batch, dtype=jnp.uint32)
+    off_B = jnp.zeros((batch,), jnp.float32)
+    own = Sampling(off_B + temperature, jnp.zeros((batch,), jnp.int32), off_B + 1, off_B, seeds_B)
+    return draw(logits_BJV, positions_BK[:, 1:], own, DRAFT_DRAW)
+
+
+def verify(
+    params: Any, draft_params: Any, state: DecodeState, draft_BJ: Int[Array, "B J"], target: Target, drafter: Drafter | None
+) -> tuple[DecodeState, Int[Array, "B K"], Int[Array, " B"]]:
+    """One pass of the target over [anchor, drafts]: its own tokens after every slot, how many of them stand, and grown caches."""
+    anchors_B = state.length_B - 1
+    anchor_tokens_B1 = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)
+    block_BK = jnp.concatenate([anchor_tokens_B1, draft_BJ], axis=1)
+    positions_BK = anchors_B[:, None] + jnp.arange(block_BK.shape[1], dtype=jnp.int32)[None]
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    hidden_BKD, taps_BKM, target_cache = target.extend(params, block_BK, positions_BK, state.target_cache, taps)
+    target_BK = draw(target.unembed(params, hidden_BKD), positions_BK + 1, state.sampling, TARGET_DRAW)
+    if drafter is not None:  # rejected slots are written too: the next block cannot see them and the next verify pass rewrites them
+        state = state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
+    verified = verify_block(draft_BJ, target_BK)
+    return state._replace(target_cache=target_cache), verified.tokens_BK, verified.tau_B
+
+
+def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, " B"]) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Append the first tau tokens of each live row, cut at the first stop token or the length cap, whichever comes first."""
+    slots = tokens_BK.shape[1]
+    k_K = jnp.arange(slots, dtype=jnp.int32)
+    is_stop_BK = (tokens_BK[:, :, None] == state.stops_S[None, None]).any(-1)
+    first_stop_B = jnp.where(is_stop_BK.any(1), jnp.argmax(is_stop_BK, axis=1).astype(jnp.int32), slots)
+    emitted_B = jnp.minimum(jnp.minimum(tau_B, first_stop_B + 1), state.end_B - state.length_B)
+    emitted_B = jnp.where(state.done_B, 0, emitted_B)
+    capacity = state.tokens_BL.shape[1]
+    slots_BK = jnp.where(k_K[None] < emitted_B[:, None], state.length_B[:, None] + k_K[None], capacity)
+    rows_B1 = jnp.arange(tokens_BK.shape[0], dtype=jnp.int32)[:, None]
+    length_B = state.length_B + emitted_B
+    state = state._replace(
+        tokens_BL=state.tokens_BL.at[rows_B1, slots_BK].set(tokens_BK, mode="drop"),
+        length_B=length_B,
+        done_B=state.done_B | (emitted_B > first_stop_B) | (length_B >= state.end_B),
+    )
+    return state, emitted_B
+
+
+def _round(params: Any, draft_params: Any, state: DecodeState, target: Target, drafter: Drafter | None) -> DecodeState:
+    batch, block_size = state.accepted_BK.shape
+    draft_BJ = jnp.zeros((batch, 0), jnp.int32)
+    if drafter is not None:
+        draft_BJ = draft(params, draft_params, state, target, drafter, block_size)
+    live_B = ~state.done_B
+    state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, target, drafter)
+    state, emitted_B = commit(state, tokens_BK, tau_B)
+    # The bonus token is not a drafted one; a cut run may end inside its accepted prefix.
+    accepted_B = jnp.minimum(tau_B - 1, emitted_B)
+    hit_BK = live_B[:, None] & (jnp.arange(block_size, dtype=jnp.int32)[None] == accepted_B[:, None])
+    return state._replace(
+        rounds_B=state.rounds_B + live_B.astype(jnp.int32), accepted_BK=state.accepted_BK + hit_BK.astype(jnp.int32)
+    )
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+def decode(
+    params: Any, draft_params: Any, state: DecodeState, max_rounds: Int[Array, ""], *, target: Target, drafter: Drafter | None
+) -> DecodeState:
+    """At most `max_rounds` rounds on the device; fewer when every row is done. The state is donated: use the returned one."""
+
+    def unfinished(carry: tuple[Array, DecodeState]) -> Array:
+        done_rounds, state = carry
+        return (done_rounds < max_rounds) & ~state.done_B.all()
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        done_rounds, state = carry
+        return done_rounds + 1, _round(params, draft_params, state, target, drafter)
+
+    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

@@ -1,0 +1,260 @@
+"""The drafter: a few layers whose keys and values also hold features read from inside the target (paper, section 3.1)."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.attention import anchored_attention
+from dflash_jax.cache import KVCache, init_cache, write
+from dflash_jax.config import DFlashConfig
+from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
+
+
+class Execution(NamedTuple):
+    """How a training forward pass is run; it never changes the result (but for dropout)."""
+
+    anchor_chunk: int | None = None
+    """blocks a row whose attention scores exist at once"""
+    remat: bool = False
+    """recompute attention scores in the backward pass"""
+    dropout_key: Array | None = None
+    """None: no dropout"""
+
+
+class ContextFuser(nnx.Module):
+    """Context features H = RMSNorm(W_c [tap_1; ...; tap_n]), computed once and read by every layer."""
+
+    def __init__(self, key: Array, config: DFlashConfig) -> None:
+        taps_width = config.num_target_sampled_layers * config.target_hidden_dim
+        self.fc = Linear(key, (taps_width, config.draft_hidden_dim), ("taps", "embed"), bias=False, dtype=config.dtype)
+        self.hidden_norm = RMSNorm(config.draft_hidden_dim, config.rms_norm_eps)
+
+    def __call__(self, taps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
+        return self.hidden_norm(self.fc(taps_BTM))
+
+
+class KVInjectionAttention(nnx.Module):
+    """Queries come from the block only; keys and values are [context features ; block]."""
+
+    def __init__(self, key: Array, config: DFlashConfig, layer: int) -> None:
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        width, dtype, bias = config.draft_hidden_dim, config.dtype, config.attention_bias
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(q_key, (width, q_width), ("embed", "heads"), bias=bias, dtype=dtype)
+        self.k_proj = Linear(k_key, (width, kv_width), ("embed", "kv_heads"), bias=bias, dtype=dtype)
+        self.v_proj = Linear(v_key, (width, kv_width), ("embed", "kv_heads"), bias=bias, dtype=dtype)
+        self.o_proj = Linear(o_key, (q_width, width), ("heads", "embed"), bias=bias, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.head_dim, self.dtype = config.head_dim, dtype
+        self.causal, self.window = config.causal[layer], config.sliding_window[layer]
+
+    def keys_values(self, x: Float[Array, "... D"], rope: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Rotated keys and values, each [..., G, E], of context features or of normed block states."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return apply_rope(self.k_norm(k), rope), v
+
+    def __call__(
+        self,
+        x_BAKD: Float[Array, "B A K D"],
+        block_rope: tuple[Array, Array],
+        context_k_BGTE: Float[Array, "B G T E"],
+        context_v_BGTE: Float[Array, "B G T E"],
+        anchors_BA: Int[Array, "B A"],
+        execution: Execution,
+    ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
+        """Attention output and each block's mean attention entropy."""
+        q_BAKHE = apply_rope(self.q_norm(self._heads(self.q_proj(x_BAKD))), block_rope)
+        block_k, block_v = self.keys_values(x_BAKD, block_rope)
+        out_BAKHE, entropy_BA = anchored_attention(
+            q_BAKHE,
+            context_k_BGTE,
+            context_v_BGTE,
+            block_k,
+            block_v,
+            anchors_BA,
+            causal=self.causal,
+            window=self.window,
+            dtype=self.dtype,
+            anchor_chunk=execution.anchor_chunk,
+            remat=execution.remat,
+        )
+        return self.o_proj(out_BAKHE.reshape(*out_BAKHE.shape[:3], -1)), entropy_BA
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+class DraftLayer(nnx.Module):
+    """Pre-norm KV-injection attention and MLP. The context features are not normed again here."""
+
+    def __init__(self, key: Array, config: DFlashConfig, layer: int) -> None:
+        attention_key, mlp_key = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.draft_hidden_dim, config.rms_norm_eps)
+        self.self_attn = KVInjectionAttention(attention_key, config, layer)
+        self.post_attention_layernorm = RMSNorm(config.draft_hidden_dim, config.rms_norm_eps)
+        self.mlp = GatedMLP(mlp_key, config.draft_hidden_dim, config.mlp_dim, bias=False, dtype=config.dtype)
+        self.layer, self.dropout = layer, config.dropout
+
+    def __call__(
+        self,
+        x_BAKD: Float[Array, "B A K D"],
+        block_rope: tuple[Array, Array],
+        context_k_BGTE: Float[Array, "B G T E"],
+        context_v_BGTE: Float[Array, "B G T E"],
+        anchors_BA: Int[Array, "B A"],
+        execution: Execution,
+    ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
+        mixed, entropy_BA = self.self_attn(
+            self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution
+        )
+        x_BAKD = x_BAKD + self._drop(mixed, execution, 0)
+        return x_BAKD + self._drop(self.mlp(self.post_attention_layernorm(x_BAKD)), execution, 1), entropy_BA
+
+    def _drop(self, x: Array, execution: Execution, place: int) -> Array:
+        if self.dropout == 0 or execution.dropout_key is None:
+            return x
+        key = jax.random.fold_in(execution.dropout_key, 2 * self.layer + place)
+        return jnp.where(jax.random.bernoulli(key, 1 - self.dropout, x.shape), x / (1 - self.dropout), 0.0)
+
+
+class DraftModel(nnx.Module):
+    """The parameters of a drafter; attribute names follow z-lab's checkpoints. Embedding and head exist only where the config owns them."""
+
+    def __init__(self, key: Array, config: DFlashConfig) -> None:
+        fuser_key, embed_key, head_key, mask_key, *layer_keys = jax.random.split(key, config.num_draft_layers + 4)
+        self.fuser = ContextFuser(fuser_key, config)
+        self.layers = nnx.List([DraftLayer(layer_key, config, i) for i, layer_key in enumerate(layer_keys)])
+        self.norm = RMSNorm(config.draft_hidden_dim, config.rms_norm_eps)
+        shape, axes = (config.vocab_size, config.draft_hidden_dim), ("vocab", "embed")
+
+        def table(table_key: Array) -> nnx.Param[Array]:
+            return nnx.Param(shape[1] ** -0.5 * jax.random.normal(table_key, shape, jnp.float32), logical=axes)
+
+        self.embed_tokens = table(embed_key) if config.own_embedding else None
+        self.lm_head = table(head_key) if config.own_head else None
+        mask = nnx.Param(shape[1] ** -0.5 * jax.random.normal(mask_key, shape[1:], jnp.float32), logical=(None,))
+        self.mask_embedding = mask if config.learned_mask_embedding else None
+
+    def context(self, taps_BTM: Float[Array, "B T M"], rope: tuple[Array, Array]) -> list[tuple[Array, Array]]:
+        """Every layer's context keys and values [B, T, G, E] from features fused once."""
+        features_BTD = self.fuser(taps_BTM)
+        return [layer.self_attn.keys_values(features_BTD, rope) for layer in self.layers]
+
+    def blocks(
+        self,
+        x_BAKD: Float[Array, "B A K D"],
+        context: list[tuple[Array, Array]],
+        block_rope: tuple[Array, Array],
+        anchors_BA: Int[Array, "B A"],
+        execution: Execution,
+    ) -> tuple[Float[Array, "B A K D"], list[Array]]:
+        """Final hidden states of anchored blocks, and each layer's attention entropy [B, A]. Context arrays are [B, G, T, E]."""
+        entropies = []
+        for layer, (k_BGTE, v_BGTE) in zip(self.layers, context, strict=True):
+            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution)
+            entropies.append(entropy_BA)
+        return self.norm(x_BAKD), entropies
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter:
+    """A drafter: config and parameters, with pure functions of the parameters.
+
+    As a static argument of jitted functions it stands for its config alone: new parameters do not compile again.
+    """
+
+    config: DFlashConfig
+    params: Any = field(repr=False)
+    graphdef: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graphdef", nnx.split(abstract_drafter(self.config))[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Drafter) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+    @staticmethod
+    def random(key: Array, config: DFlashConfig) -> "Drafter":
+        """Random float32 parameters."""
+        return Drafter(config, nnx.state(DraftModel(key, config), nnx.Param))
+
+    def model(self, params: Any) -> DraftModel:
+        """The module over these parameters."""
+        return nnx.merge(self.graphdef, params)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        c = self.config
+        return init_cache(c.num_draft_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
+
+    def extend_context(
+        self, params: Any, taps_BTM: Float[Array, "B T M"], positions_BT: Int[Array, "B T"], cache: KVCache
+    ) -> KVCache:
+        """Append context keys and values of target positions. Only rows of verified tokens are ever seen: later ones are rewritten."""
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions_BT)
+        context = self.model(params).context(taps_BTM, rope)
+        keys = tuple(write(old, new, positions_BT) for old, (new, _) in zip(cache.keys, context, strict=True))
+        values = tuple(write(old, new, positions_BT) for old, (_, new) in zip(cache.values, context, strict=True))
+        return KVCache(keys, values)
+
+    def propose(
+        self, params: Any, block_BKD: Float[Array, "B K D"], positions_BK: Int[Array, "B K"], cache: KVCache
+    ) -> Float[Array, "B K D"]:
+        """Final hidden states of one block a row in one pass; positions are contiguous and start at the anchor's."""
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions_BK[:, None])
+        context = list(zip(cache.keys, cache.values, strict=True))
+        hidden, _ = self.model(params).blocks(block_BKD[:, None], context, rope, positions_BK[:, :1], Execution())
+        return hidden[:, 0]
+
+    def forward(
+        self,
+        params: Any,
+        taps_BTM: Float[Array, "B T M"],
+        anchors_BA: Int[Array, "B A"],
+        block_BAKD: Float[Array, "B A K D"],
+        execution: Execution,
+    ) -> tuple[Float[Array, "B A K D"], list[Array]]:
+        """The training forward: many blocks a row over one context; row index = position. Final hidden states, entropies a layer [B, A].
+
+        Each block equals what `extend_context` with the taps before its anchor and then `propose` give.
+        """
+        c = self.config
+        positions_1T = jnp.arange(taps_BTM.shape[1], dtype=jnp.int32)[None]
+        positions_BAK = anchors_BA[:, :, None] + jnp.arange(block_BAKD.shape[2], dtype=jnp.int32)[None, None]
+        model = self.model(params)
+        context = model.context(taps_BTM, rope_tables(c.rope, c.head_dim, positions_1T))
+        by_head = [(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)) for k, v in context]
+        return model.blocks(block_BAKD, by_head, rope_tables(c.rope, c.head_dim, positions_BAK), anchors_BA, execution)
+
+    def embed_block(
+        self, params: Any, anchor_tokens: Int[Array, "*blocks"], block_size: int, embed: Any
+    ) -> Float[Array, "*blocks K D"]:
+        """Block inputs [anchor, mask, ..., mask]; `embed` is the target's embedding function of token ids."""
+        c = self.config
+        if c.own_embedding:
+
+            def embed(tokens: Array) -> Array:
+                return params["embed_tokens"][...][tokens].astype(jnp.float32)
+
+        anchor = embed(anchor_tokens)[..., None, :]
+        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.int32(c.mask_token_id or 0))
+        masks = jnp.broadcast_to(mask_D.astype(jnp.float32), (*anchor_tokens.shape, block_size - 1, mask_D.shape[-1]))
+        return jnp.concatenate([anchor, masks], axis=-2)
+
+    def unembed(self, params: Any, hidden: Float[Array, "*shape D"], unembed: Any) -> Float[Array, "*shape V"]:
+        """Logits through the drafter's own head, or through the target's (`unembed`, a function of hidden states)."""
+        if self.config.own_head:
+            return matmul(hidden, params["lm_head"][...], self.config.dtype, transposed=True)
+        return unembed(hidden)
+
+
+def abstract_drafter(config: DFlashConfig) -> DraftModel:
+    """The module with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: DraftModel(jax.random.key(0), config))

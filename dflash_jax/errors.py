@@ -1,0 +1,25 @@
+"""Errors a user can act on: each message names the thing and the mend."""
+
+
+class DFlashError(ValueError):
+    """A user's mistake or an unusable input. Entry points print it without a traceback and exit 1."""
+
+
+class ConfigError(DFlashError):
+    """A configuration that cannot work."""
+
+
+class CheckpointError(DFlashError):
+    """A weight file, a checkpoint folder or its config that cannot be used."""
+
+
+class DataError(DFlashError):
+    """A data file that cannot be read or holds nothing to train on."""
+
+
+class PromptError(DFlashError):
+    """A prompt that the target cannot take."""
+
+
+class NonFiniteLossError(DFlashError):
+    """Training produced a loss that is not a finite number."""

@@ -1,0 +1,258 @@
+"""`generate`: token ids in, token ids and acceptance statistics out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.config import check_mask_token
+from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError, PromptError
+from dflash_jax.sampling import sampling_rows
+from dflash_jax.targets import Target
+
+STREAM_ROUNDS = 4
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Acceptance of one row, or of all rows together (pooled). The prefill token counts nowhere; only emitted tokens count."""
+
+    rounds: int
+    """verify passes"""
+    drafted: int
+    """drafted tokens, (K - 1) a round"""
+    accepted: int
+    """drafted tokens that were emitted"""
+    emitted: int
+    """tokens emitted by verify passes"""
+    accepted_histogram: tuple[int, ...]
+    """rounds that emitted exactly 0, 1, ... K-1 drafted tokens"""
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: tokens emitted a verify pass, bonus token included; nan without a pass."""
+        return self.emitted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        """Share of the rounds in which slot 1, 2, ... K-1 was emitted (unconditional, so it only falls)."""
+        at_least = np.cumsum(self.accepted_histogram[::-1])[::-1][1:]
+        return tuple(float(x) / self.rounds if self.rounds else float("nan") for x in at_least)
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Acceptance a row, pooled, and the macro mean of acceptance lengths over rows that had a verify pass."""
+
+    rows: list[AcceptanceStats]
+    pooled: AcceptanceStats
+
+    @property
+    def acceptance_length(self) -> float:
+        """Pooled tau."""
+        return self.pooled.acceptance_length
+
+    @property
+    def acceptance_length_macro(self) -> float:
+        """Mean of the rows' tau."""
+        taus = [row.acceptance_length for row in self.rows if row.rounds]
+        return float(np.mean(taus)) if taus else float("nan")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns."""
+
+    tokens: list[list[int]]
+    """new tokens only, the stop token included"""
+    finish_reason: list[Literal["stop", "length"]]
+    stats: GenerationStats
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
+    verify: Literal["match"] | None = None,
+) -> Generation:
+    """Decode a batch of prompts (lists of token ids). The tokens are the target's own whatever the drafter is.
+
+    `drafter` None decodes plainly. `stop_token_ids` None takes the target's. `block_size` up to the trained one; None takes that.
+    `verify`: "match" (the default), the target's own draw must equal the draft; row r draws with `seed + r`. An answer that reaches
+    the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
+    """
+    state, lengths = start(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        stop_token_ids,
+        block_size,
+        verify,
+    )
+    draft_params = drafter.params if drafter is not None else ()
+    state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter)
+    return finish(state, lengths)
+
+
+def stream(target: Target, drafter: Drafter | None, prompt: Sequence[int], **options: Any) -> Iterator[list[int] | Generation]:
+    """Decode one prompt in chunks of a few rounds: yields new token ids as they are committed, then the `Generation`.
+
+    Takes the options of `generate`.
+    """
+    state, lengths = start(target, drafter, [prompt], **options)
+    draft_params = drafter.params if drafter is not None else ()
+    sent = lengths[0]
+    while True:
+        length, done = int(state.length_B[0]), bool(state.done_B[0])
+        if length > sent:
+            yield np.asarray(state.tokens_BL[0, sent:length]).tolist()
+        if done:
+            break
+        sent = length
+        state = decode(target.params, draft_params, state, jnp.int32(STREAM_ROUNDS), target=target, drafter=drafter)
+    yield finish(state, lengths)
+
+
+def start(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
+    verify: Literal["match"] | None = None,
+) -> tuple[DecodeState, list[int]]:
+    """Check the input of `generate` and prefill: the state after the first token, and the prompt lengths."""
+    if verify not in (None, "match"):
+        raise ConfigError(f"verify {verify!r} is unknown: this version has 'match'")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
+    block_size = _check_block_size(target, drafter, block_size)
+    lengths = _check_prompts(target, prompts)
+    padded, capacity = prefill_lengths(lengths, max_new_tokens, block_size)
+    batch = 1 << (len(prompts) - 1).bit_length()  # spare rows repeat the first prompt and are done from the start
+    tokens_BT = np.zeros((batch, padded), np.int32)
+    lengths_B = np.full((batch,), lengths[0], np.int32)
+    end_B = np.full((batch,), lengths[0] + 1, np.int32)
+    tokens_BT[:, : lengths[0]] = np.asarray(prompts[0], np.int32)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        tokens_BT[row] = 0
+        tokens_BT[row, :length] = np.asarray(prompt, np.int32)
+        lengths_B[row], end_B[row] = length, min(length + max_new_tokens, target.config.max_position)
+    stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
+    stops_S = np.asarray(stops + [-1] * (-len(stops) % 8 or (0 if stops else 8)), np.int32)
+    sampled = sampling_rows(batch, temperature, top_k, top_p, min_p, seed)
+    state = prefill(
+        target.params,
+        drafter.params if drafter is not None else (),
+        jnp.asarray(tokens_BT),
+        jnp.asarray(lengths_B),
+        jnp.asarray(end_B),
+        jnp.asarray(stops_S),
+        sampled if temperature > 0 else None,
+        target=target,
+        drafter=drafter,
+        block_size=block_size,
+        capacity=capacity,
+    )
+    return state, lengths
+
+
+def finish(state: DecodeState, prompt_lengths: list[int]) -> Generation:
+    """Read a finished state back from the device."""
+    tokens_BL, length_B, stops_S, rounds_B, accepted_BK = jax.device_get(
+        (state.tokens_BL, state.length_B, state.stops_S, state.rounds_B, state.accepted_BK)
+    )
+    slots_K = np.arange(accepted_BK.shape[1])
+    tokens: list[list[int]] = []
+    reasons: list[Literal["stop", "length"]] = []
+    rows: list[AcceptanceStats] = []
+    for row, prompt_length in enumerate(prompt_lengths):
+        new = tokens_BL[row, prompt_length : length_B[row]].tolist()
+        tokens.append(new)
+        reasons.append("stop" if new[-1] in stops_S else "length")
+        rounds, histogram = int(rounds_B[row]), accepted_BK[row]
+        accepted = int((histogram * slots_K).sum())
+        rows.append(AcceptanceStats(rounds, rounds * (len(slots_K) - 1), accepted, len(new) - 1, tuple(int(x) for x in histogram)))
+    return Generation(tokens, reasons, GenerationStats(rows, pool(rows)))
+
+
+def pool(rows: Sequence[AcceptanceStats]) -> AcceptanceStats:
+    """All rows as one."""
+    slots = max((len(row.accepted_histogram) for row in rows), default=1)
+    histogram = np.zeros(slots, int)
+    for row in rows:
+        histogram[: len(row.accepted_histogram)] += row.accepted_histogram
+    return AcceptanceStats(
+        sum(row.rounds for row in rows),
+        sum(row.drafted for row in rows),
+        sum(row.accepted for row in rows),
+        sum(row.emitted for row in rows),
+        tuple(int(x) for x in histogram),
+    )
+
+
+def _check_block_size(target: Target, drafter: Drafter | None, block_size: int | None) -> int:
+    if drafter is None:
+        return 1
+    trained = drafter.config.block_size
+    size = trained if block_size is None else block_size
+    if not 2 <= size <= trained:
+        raise ConfigError(f"block_size is {size}: this drafter was trained for blocks of 2..{trained} slots")
+    check_drafter_fits(target, drafter)
+    return size
+
+
+def check_drafter_fits(target: Target, drafter: Drafter) -> None:
+    """Refuse a drafter that was made for another target. Raises `ConfigError`."""
+    d, t = drafter.config, target.config
+    for name, ours, theirs in (
+        ("target_hidden_dim", d.target_hidden_dim, t.hidden_size),
+        ("vocab_size", d.vocab_size, t.vocab_size),
+        ("num_target_layers", d.num_target_layers, t.num_layers),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"the drafter's {name} is {ours} but the target has {theirs}: load the drafter made for this target")
+    check_mask_token(d, t)
+
+
+def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> list[int]:
+    if not prompts:
+        raise PromptError("there is no prompt: give at least one list of token ids")
+    vocab, longest = target.config.vocab_size, target.config.max_position - 1
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise PromptError(f"prompt {row} is empty: give at least one token id")
+        if len(prompt) > longest:
+            raise PromptError(
+                f"prompt {row} has {len(prompt)} tokens but the target's context leaves room for {longest} and one answer token: shorten it"
+            )
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab:
+            raise PromptError(f"prompt {row} holds the token id {low if low < 0 else high}: ids lie in 0..{vocab - 1}")
+    return [len(prompt) for prompt in prompts]

@@ -1,0 +1,259 @@
+"""Loading targets (Hugging Face folders, the hub, GGUF files), and loading and saving drafters in z-lab's layout.
+
+That layout is a folder of config.json and model.safetensors, which other engines load too.
+"""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from dflash_jax.config import DFlashConfig, Dtype, TargetConfig, check_mask_token, read_json
+from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.gguf import embedded_model_path, read_gguf
+from dflash_jax.hf_config import target_config
+from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_json, refuse_relatives
+from dflash_jax.hf_weights import (
+    Place,
+    Tensor,
+    check_dtype,
+    fill_state,
+    model_folder,
+    place_default,
+    safetensors_tensors,
+    slots,
+    to_numpy_dtype,
+)
+from dflash_jax.sharding import spec
+from dflash_jax.targets.base import Target
+from dflash_jax.targets.dense import DenseTarget, abstract_decoder
+from dflash_jax.tokenizer import Tokenizer
+
+EMBEDDED_NAME = "smollm2-135m"
+_FILES = ("config.json", "model.safetensors")
+
+
+def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> DenseTarget:
+    """A frozen target with its tokenizer (None when the folder has none).
+
+    Args:
+        path: `smollm2-135m` (the embedded model), a .gguf file, a Hugging Face folder (config.json and safetensors), or a hub id.
+        dtype: what parameters are stored in and products computed in: `bfloat16`, or `float32` for exact checks.
+        mesh: devices to spread the parameters over (`sharding.RULES`); None is JAX's default device.
+    Raises:
+        CheckpointError: the files are missing, damaged, of an unsupported model, or do not fit their config.
+        ConfigError: a config file is missing or broken, or the dtype is unknown.
+    """
+    operand_dtype, place = check_dtype(dtype), _placement(mesh)
+    if str(path) == EMBEDDED_NAME or str(path).endswith(".gguf"):
+        return _load_gguf(embedded_model_path() if str(path) == EMBEDDED_NAME else Path(path), operand_dtype, place)
+    folder = model_folder(path)
+    config = target_config(folder, operand_dtype)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is not None:
+        config = _with_tokenizer_ids(config, tokenizer)
+    _check_special_ids(config, str(folder))
+    abstract = nnx.state(abstract_decoder(config), nnx.Param)
+
+    tensors = safetensors_tensors(folder)
+    _check_tied_head(config, tensors, str(folder))
+
+    def skip(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+    params = fill_state(abstract, tensors, str(folder), operand_dtype, place, _decoder_name, skip)
+    return DenseTarget(config, params, tokenizer)
+
+
+def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> Drafter:
+    """A drafter from a folder or hub id in z-lab's layout, in the old schema or the new one, checked against its target.
+
+    Args:
+        target: the model it drafts for.
+        dtype: what parameters are stored in and products computed in; None follows the target.
+    Raises:
+        CheckpointError: missing or damaged files, a field or tensor that is missing or unknown, a drafter for another target, or
+            one with parts that we do not have (DFlash 2, DSpark).
+        ConfigError: config.json is missing or broken, or the mask token is one that the target uses.
+    """
+    operand_dtype = check_dtype(target.config.dtype if dtype is None else dtype)
+    folder = model_folder(path)
+    where = str(folder / "config.json")
+    values = read_json(where)
+    nested = values.get("dflash_config")
+    refuse_relatives([*(values.get("architectures") or ()), *values, *(nested if isinstance(nested, dict) else ())], where)
+    try:
+        config = dataclasses.replace(config_from_json(values, where), dtype=operand_dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    _check_target(config, target, where)
+    tensors = safetensors_tensors(folder)
+    refuse_relatives([tensor.name for tensor in tensors], str(folder))
+    # Some exporters keep the class's prefix.
+    tensors = [tensor._replace(name=tensor.name.removeprefix("model.")) for tensor in tensors]
+    params = fill_state(nnx.state(abstract_drafter(config), nnx.Param), tensors, str(folder), operand_dtype, rename=_file_name)
+    return Drafter(config, params)
+
+
+def save_drafter(drafter: Drafter, folder: str | Path, dtype: str = "bfloat16") -> None:
+    """Write a drafter in z-lab's layout: all or nothing, replacing an earlier drafter of that folder.
+
+    Args:
+        folder: a new or empty folder, or one with an earlier drafter; other files of it are kept.
+        dtype: what the parameters are stored in. Other engines expect bfloat16.
+    Raises:
+        CheckpointError: the folder holds something else than a drafter, or cannot be written (an earlier drafter stays intact).
+        ConfigError: per-layer settings that the layout cannot express.
+    """
+    folder = Path(folder).expanduser().absolute()
+    config = config_to_json(drafter.config, check_dtype(dtype))
+    arrays = _arrays(drafter, dtype)
+    _check_replaceable(folder)
+    try:
+        _write_folder(folder, json.dumps(config, indent=2) + "\n", arrays)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} could not be written ({error}): free some space there, or give another folder") from None
+
+
+def _load_gguf(path: Path, dtype: Dtype, place: Place) -> DenseTarget:
+    file = read_gguf(path)
+    config = dataclasses.replace(file.target_config, dtype=dtype)
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+    config = _with_tokenizer_ids(config, tokenizer)
+    _check_special_ids(config, str(path))
+    abstract = nnx.state(abstract_decoder(config), nnx.Param)
+    tensors = (Tensor(name, array.shape, partial(np.asarray, array)) for name, array in file.tensors())
+    return DenseTarget(config, fill_state(abstract, tensors, str(path), dtype, place, _decoder_name), tokenizer)
+
+
+def _placement(mesh: Mesh | None) -> Place:
+    if mesh is None:
+        return place_default
+
+    def place(name: str, array: np.ndarray, logical_axes: tuple[str | None, ...]) -> jax.Array:
+        # From a callback and not with device_put: every process then fills only the shards on its own devices.
+        sharding = NamedSharding(mesh, spec(array.shape, logical_axes, mesh))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return place
+
+
+def _decoder_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _check_tied_head(config: TargetConfig, tensors: list[Tensor], source: str) -> None:
+    """Some tied checkpoints carry a copy of the embedding as lm_head.weight. It is left out, if it is a copy."""
+    read = {tensor.name: tensor.read for tensor in tensors}
+    head, embedding = read.get("lm_head.weight"), read.get("model.embed_tokens.weight")
+    if config.tie_embeddings and head and embedding and not np.array_equal(head(), embedding()):
+        raise CheckpointError(
+            f"{source}: config.json says tie_word_embeddings, but lm_head.weight is not the embedding: "
+            "set tie_word_embeddings to false, or remove the tensor, whichever the model was trained with"
+        )
+
+
+def _with_tokenizer_ids(config: TargetConfig, tokenizer: Tokenizer) -> TargetConfig:
+    """The tokenizer's end-of-text ids join the stop set; its pad token counts where the config names none."""
+
+    def ids(name: str) -> list[int]:
+        token = tokenizer.token_id(tokenizer.special_tokens[name]) if name in tokenizer.special_tokens else None
+        return [] if token is None else [token]
+
+    stops = tuple(dict.fromkeys([*config.stop_token_ids, *tokenizer.stop_token_ids, *ids("eos_token")]))
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ids("pad_token")), None)
+    return dataclasses.replace(config, stop_token_ids=stops, pad_token_id=pad)
+
+
+def _check_special_ids(config: TargetConfig, source: str) -> None:
+    bad = [i for i in config.stop_token_ids if not 0 <= i < config.vocab_size]
+    if bad:
+        raise CheckpointError(
+            f"{source}: stop token ids {bad} are outside the {config.vocab_size} embedding rows: correct eos_token_id"
+        )
+
+
+def _check_target(config: DFlashConfig, target: Target, where: str) -> None:
+    pairs = (
+        ("hidden size", config.target_hidden_dim, target.config.hidden_size),
+        ("vocabulary", config.vocab_size, target.config.vocab_size),
+        ("number of layers", config.num_target_layers, target.config.num_layers),
+    )
+    for what, drafter_has, target_has in pairs:
+        if drafter_has != target_has:
+            raise CheckpointError(
+                f"{where}: the drafter is made for a target with {what} {drafter_has}, but this target has {target_has}: "
+                "load the target it was trained for"
+            )
+    try:
+        check_mask_token(config, target.config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _file_name(name: str) -> str:
+    """z-lab keeps fc and hidden_norm at the top; a learned mask is a bare tensor."""
+    return "mask_embedding" if name == "mask_embedding.weight" else name.removeprefix("fuser.")
+
+
+def _write_folder(folder: Path, config: str, arrays: dict[str, np.ndarray]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder and so in the same file system: once the files are complete, only renames are left to do.
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    new, old = scratch / "new", scratch / "old"
+    try:
+        new.mkdir()
+        save_file(arrays, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "config.json").write_text(config, encoding="utf-8")
+        if folder.exists():
+            for item in folder.iterdir():
+                if item.name not in _FILES:
+                    (shutil.copytree if item.is_dir() else shutil.copy2)(item, new / item.name)
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+    finally:
+        if folder.exists() or not old.exists():  # else the only copy of the earlier drafter is in there
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _arrays(drafter: Drafter, dtype: str) -> dict[str, np.ndarray]:
+    """Every parameter under its file name, in the file's layout. Raises `CheckpointError` when they do not fit the config."""
+    leaves = {path: variable.get_value() for path, variable in nnx.to_flat_state(drafter.params)}
+    table = slots(nnx.state(abstract_drafter(drafter.config), nnx.Param), _file_name)
+    if {slot.path for slot in table.values()} != set(leaves):
+        raise CheckpointError("the drafter's parameters are not those of its config: build it with that config")
+    arrays = {}
+    for name, slot in table.items():
+        array = np.asarray(jax.device_get(leaves[slot.path])).astype(to_numpy_dtype(dtype))
+        arrays[name] = np.ascontiguousarray(array.T if slot.transposed else array)
+        if arrays[name].shape != slot.shape:
+            have, want = list(arrays[name].shape), list(slot.shape)
+            raise CheckpointError(
+                f"the drafter's parameter {name} is {have}, not {want} as its config says: build it with that config"
+            )
+    return arrays
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Never replace a folder that is not a drafter's."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    file = folder / "config.json"
+    if file.is_file() and set(read_json(file).get("architectures") or ()) & set(ARCHITECTURES):
+        return
+    raise CheckpointError(f"{folder} holds something else than a drafter: give a new folder")

@@ -1,0 +1,280 @@
+"""Hugging Face config.json as our configs: every field is read, known to be harmless, or refused."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_jax.config import Dtype, RopeConfig, TargetConfig, read_json
+from dflash_jax.errors import CheckpointError
+
+# Fields of a config.json that do not change what a model computes.
+IGNORED_KEYS = frozenset(
+    {
+        "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "bos_token_id", "chunk_size_feed_forward", "dtype", "finetuning_task", "gradient_checkpointing", "id2label",
+        "initializer_range", "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions",
+        "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
+        "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_bfloat16", "use_cache",
+    }
+)  # fmt: skip
+# Fields that do change it, with the only value that we compute.
+_ONLY_VALUES = {"hidden_act": "silu", "is_encoder_decoder": False, "rope_interleaved": False, "use_mrope": False}
+_MISSING: Any = object()
+
+
+class Fields:
+    """A JSON object that notes which of its fields were read, so that the rest can be refused."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+        self.read: set[str] = set()
+
+    def get(self, name: str, kind: type, default: Any = _MISSING) -> Any:
+        """A field of a given type. Raises `CheckpointError` when it has another type, or is absent or null without a default."""
+        self.read.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise CheckpointError(f"{self.where} lacks {name!r}: add it, or fetch the file again")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise CheckpointError(
+                f"{self.where}: {name!r} is {value!r}, not of type {kind.__name__}: correct it, or fetch the file again"
+            )
+        return value
+
+    def size(self, name: str, default: Any = _MISSING) -> int:
+        """A field that counts something: a positive integer. Raises `CheckpointError`."""
+        value: int = self.get(name, int, default)
+        if value < 1:
+            raise CheckpointError(f"{self.where}: {name!r} is {value}, not a positive number: correct it, or fetch the file again")
+        return value
+
+    def require(self, name: str, only: Any) -> None:
+        """Refuse a field that is present with another value than the one we compute."""
+        self.read.add(name)
+        value = self.values.get(name)
+        if value is not None and value != only:
+            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported (only {only!r}): take another model")
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Refuse what was not read. Empty values (null, empty lists and objects) mean nothing and pass."""
+        known = self.read | set(ignored)
+        rest = sorted(k for k, v in self.values.items() if k not in known and v is not None and v != [] and v != {})
+        if rest:
+            raise CheckpointError(
+                f"{self.where} has fields that are not known here: {', '.join(f'{k} = {self.values[k]!r}'[:80] for k in rest)}. "
+                "Take another model; or, if a field does not change what the model computes, remove it from the file"
+            )
+
+
+class Family(NamedTuple):
+    """How a model_type differs from the plain Llama layer. Each entry was compared with the transformers class of that name."""
+
+    qkv_bias: bool | str
+    """fixed, or the name of the field that says it"""
+    o_bias: bool | str
+    mlp_bias: bool | str
+    qk_norm: bool
+    head_dim_default: bool
+    """whether an absent head_dim means hidden_size // num_attention_heads"""
+    kv_heads_default: bool
+    """whether an absent num_key_value_heads means num_attention_heads"""
+    architecture: str
+
+
+FAMILIES = {
+    "llama": Family("attention_bias", "attention_bias", "mlp_bias", False, True, True, "LlamaForCausalLM"),
+    "mistral": Family(False, False, False, False, True, False, "MistralForCausalLM"),
+    "qwen2": Family(True, False, False, False, True, False, "Qwen2ForCausalLM"),
+    "qwen3": Family("attention_bias", "attention_bias", False, True, False, False, "Qwen3ForCausalLM"),
+}
+
+
+def target_config(folder: Path, dtype: Dtype) -> TargetConfig:
+    """The `TargetConfig` of a Hugging Face folder; stop and pad ids are those of config.json and generation_config.json.
+
+    Raises `CheckpointError` for an unsupported model_type, and for a field that is missing, malformed or unknown.
+    """
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    model_type = fields.get("model_type", str)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise CheckpointError(f"{fields.where}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    architectures = fields.get("architectures", list, [family.architecture])
+    if family.architecture not in architectures:
+        raise CheckpointError(f"{fields.where}: architectures {architectures} are not supported (only {family.architecture})")
+    if fields.values.get("quantization_config"):
+        raise CheckpointError(f"{fields.where}: the weights are quantised (quantization_config): take the unquantised checkpoint")
+    for name, only in _ONLY_VALUES.items():
+        fields.require(name, only)
+    refuse_sliding_windows(fields)
+
+    def bias(rule: bool | str) -> bool:
+        return bool(fields.get(rule, bool, False)) if isinstance(rule, str) else rule
+
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    stops, pad = special_ids(folder)
+    fields.read |= {"eos_token_id", "pad_token_id"}
+    config = TargetConfig(
+        model_type=model_type,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.size("num_key_value_heads", heads if family.kv_heads_default else _MISSING),
+        head_dim=fields.size("head_dim", hidden // heads if family.head_dim_default else _MISSING),
+        mlp_dim=fields.size("intermediate_size"),
+        rms_norm_eps=fields.get("rms_norm_eps", float),
+        max_position=fields.size("max_position_embeddings"),
+        rope=read_rope(fields),
+        qkv_bias=bias(family.qkv_bias),
+        o_bias=bias(family.o_bias),
+        mlp_bias=bias(family.mlp_bias),
+        qk_norm=family.qk_norm,
+        tie_embeddings=fields.get("tie_word_embeddings", bool, False),  # absent means separate in all four transformers classes
+        stop_token_ids=stops,
+        pad_token_id=pad,
+        dtype=dtype,
+    )
+    fields.finish(IGNORED_KEYS)
+    check_rotated_dims(config.rope, config.head_dim, fields.where)
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{fields.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
+
+
+def refuse_sliding_windows(fields: Fields) -> None:
+    """Refuse a target whose layers do not see the whole context.
+
+    Qwen configs carry a `sliding_window` that counts only with `use_sliding_window`; elsewhere a number is a window.
+    """
+    layer_types = set(fields.get("layer_types", list, []))
+    window, used = fields.get("sliding_window", int, None), fields.get("use_sliding_window", bool, None)
+    in_use = window is not None if used is None else used
+    if layer_types - {"full_attention"} or (in_use and (used is None or not layer_types)):
+        raise CheckpointError(f"{fields.where}: layers with a sliding window are not supported ({window}, {sorted(layer_types)})")
+
+
+def special_ids(folder: Path) -> tuple[tuple[int, ...], int | None]:
+    """Stop ids (of generation_config.json and config.json together) and the pad id; each file may give one id or a list."""
+    stops: list[int] = []
+    pad: int | None = None
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        values = read_json(folder / name)
+        eos = values.get("eos_token_id")
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(type(i) is int for i in ids):
+            raise CheckpointError(f"{folder / name}: 'eos_token_id' is {eos!r}, not an id or a list of ids: correct it")
+        stops += ids
+        found = values.get("pad_token_id")
+        if type(found) is int and found >= 0:  # -1 is an old way to say none
+            pad = found  # config.json, read last, wins
+    return tuple(dict.fromkeys(stops)), pad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotary positions
+
+_ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Where both name a theta, `rope_parameters` wins. Raises `CheckpointError` when theta is missing, the type is unknown, or the two
+    places describe different scalings.
+    """
+    nested, scaling = fields.get("rope_parameters", dict, {}), fields.get("rope_scaling", dict, {})
+    top = {
+        "rope_theta": fields.get("rope_theta", float, None),
+        "partial_rotary_factor": fields.get("partial_rotary_factor", float, None),
+    }
+    found = [
+        _rope_of(Fields(top | {k: v for k, v in values.items() if v is not None}, f"{fields.where}: {name}"))
+        for name, values in (("rope_parameters", nested), ("rope_scaling", scaling))
+        if values
+    ]
+    if len(found) == 2 and dataclasses.replace(found[1], theta=found[0].theta) != found[0]:
+        raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree: make them equal or remove one")
+    return found[0] if found else _rope_of(Fields(top, fields.where))
+
+
+def check_rotated_dims(rope: RopeConfig, head_dim: int, where: str) -> None:
+    """Refuse a share of each head that is no whole number of pairs. Raises `CheckpointError`."""
+    rotated = int(head_dim * rope.partial_rotary_factor)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotated} of {head_dim} dimensions a head: "
+            "it must be an even number of them; correct it, or fetch the file again"
+        )
+
+
+def _rope_of(fields: Fields) -> RopeConfig:
+    kind = fields.get("rope_type", str, None) or fields.get("type", str, "default")
+    fields.read |= set(_ROPE_COMMON)
+    theta = fields.get("rope_theta", float)
+    rope = RopeConfig(theta=theta, partial_rotary_factor=fields.get("partial_rotary_factor", float, 1.0))
+    if kind == "linear":
+        rope = dataclasses.replace(rope, type="linear", factor=fields.get("factor", float))
+    elif kind == "llama3":
+        rope = dataclasses.replace(
+            rope,
+            type="llama3",
+            factor=fields.get("factor", float),
+            original_max_position=fields.get("original_max_position_embeddings", int),
+            low_freq_factor=fields.get("low_freq_factor", float),
+            high_freq_factor=fields.get("high_freq_factor", float),
+        )
+    elif kind == "yarn":
+        fields.require("truncate", True)
+        rope = dataclasses.replace(
+            rope,
+            type="yarn",
+            factor=fields.get("factor", float),
+            original_max_position=fields.get("original_max_position_embeddings", int),
+            beta_fast=fields.get("beta_fast", float, 32.0),  # the paper's values, and transformers'
+            beta_slow=fields.get("beta_slow", float, 1.0),
+            attention_factor=_yarn_attention_factor(fields),
+        )
+    elif kind != "default":
+        raise CheckpointError(f"{fields.where}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    fields.finish()
+    return rope
+
+
+def _yarn_attention_factor(fields: Fields) -> float | None:
+    """The given factor, or DeepSeek's ratio of two mscale terms; None leaves the paper's formula."""
+    given = fields.get("attention_factor", float, None)
+    mscale, mscale_all = fields.get("mscale", float, None), fields.get("mscale_all_dim", float, None)
+    if given is not None or not (mscale and mscale_all):
+        return given
+    log = math.log(max(fields.get("factor", float), 1.0))
+    return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all * log + 1.0)
+
+
+def rope_to_json(rope: RopeConfig) -> dict[str, Any]:
+    """What `read_rope` reads back from `rope_scaling` (theta stands beside it)."""
+    values: dict[str, Any] = {"rope_type": rope.type}
+    if rope.type != "default":
+        values["factor"] = rope.factor
+    if rope.type in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_max_position
+    if rope.type == "llama3":
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if rope.attention_factor is not None:
+            values["attention_factor"] = rope.attention_factor
+    if rope.partial_rotary_factor != 1.0:
+        values["partial_rotary_factor"] = rope.partial_rotary_factor
+    return values

@@ -1,0 +1,218 @@
+"""Losses over block slots. They return sums and counts, so that chunking, accumulation and sharding cannot change them."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.blocks import slot_weights
+from dflash_jax.layers import product
+
+
+class Candidates(NamedTuple):
+    """A random part of the vocabulary that stands for all of it in a loss (sampled softmax; Jean et al., arXiv 1412.2007)."""
+
+    ids_S: Int[Array, " S"]
+    """token ids: every supervised label, and a uniform draw of the others"""
+    correction_S: Float[Array, " S"]
+    """added to logits: log of how many tokens each drawn one stands for, 0 for labels, so the normaliser is unbiased"""
+    place_V: Int[Array, " V"]
+    """where a token id stands in `ids_S`; meaningless for the others"""
+
+
+def sample_vocabulary(
+    key: Array, labels: Int[Array, "..."], supervised: Bool[Array, "..."], vocab_size: int, size: int
+) -> Candidates:
+    """Candidates for these labels. `size` must be at least the number of distinct labels."""
+    spots = jnp.where(supervised, labels, vocab_size).reshape(-1)
+    is_label_V = jnp.zeros((vocab_size,), bool).at[spots].set(True, mode="drop")
+    score_V = jax.random.uniform(key, (vocab_size,)) + is_label_V.astype(jnp.float32)
+    _, ids_S = jax.lax.top_k(score_V, size)
+    labels_count = is_label_V.sum().astype(jnp.float32)
+    stands_for = (vocab_size - labels_count) / jnp.maximum(size - labels_count, 1.0)
+    correction_S = jnp.where(is_label_V[ids_S], 0.0, jnp.log(stands_for))
+    place_V = jnp.zeros((vocab_size,), jnp.int32).at[ids_S].set(jnp.arange(size, dtype=jnp.int32))
+    return Candidates(ids_S.astype(jnp.int32), correction_S, place_V)
+
+
+class LossSums(NamedTuple):
+    """Sums over slots; divide by their counts only after adding up every chunk, micro-batch and device."""
+
+    weighted: Float[Array, ""]
+    """sum of w_k x cross-entropy"""
+    weight: Float[Array, ""]
+    """sum of w_k"""
+    unweighted: Float[Array, ""]
+    """sum of cross-entropy"""
+    slots: Float[Array, ""]
+    """supervised slots"""
+    correct_K: Float[Array, " K"]
+    """supervised slots whose argmax is the label, by slot"""
+    count_K: Float[Array, " K"]
+    accepted: Float[Array, ""]
+    """length of the correct prefix, summed over blocks (supervised slots only)"""
+    blocks: Float[Array, ""]
+    """blocks with at least one supervised slot"""
+
+    @property
+    def loss(self) -> Array:
+        """Weighted mean cross-entropy; 0 without supervised slots."""
+        return self.weighted / jnp.maximum(self.weight, 1e-9)
+
+    @property
+    def unweighted_loss(self) -> Array:
+        return self.unweighted / jnp.maximum(self.slots, 1.0)
+
+    @property
+    def acceptance_length(self) -> Array:
+        """Joint-prefix estimate of tau from teacher-forced blocks, bonus token included."""
+        return 1.0 + self.accepted / jnp.maximum(self.blocks, 1.0)
+
+
+def dflash_loss(
+    logits_BAKV: Float[Array, "B A K V"],
+    labels_BAK: Int[Array, "B A K"],
+    supervised_BAK: Bool[Array, "B A K"],
+    gamma_decay: float,
+) -> LossSums:
+    """Position-weighted cross-entropy of whole logits (paper, Eq. 4): slot k weighs exp(-(k-1)/gamma), slot 0 nothing."""
+    logits_BAKV = logits_BAKV.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits_BAKV, labels_BAK[..., None], axis=-1)[..., 0]
+    entropy_BAK = jax.nn.logsumexp(logits_BAKV, axis=-1) - picked
+    return loss_sums(entropy_BAK, jnp.argmax(logits_BAKV, axis=-1) == labels_BAK, supervised_BAK, gamma_decay)
+
+
+def loss_sums(
+    entropy_BAK: Float[Array, "B A K"], correct_BAK: Bool[Array, "B A K"], supervised_BAK: Bool[Array, "B A K"], gamma_decay: float
+) -> LossSums:
+    """Sums from each slot's cross-entropy and whether its argmax is the label."""
+    k_K = jnp.arange(entropy_BAK.shape[-1])
+    counted_BAK = supervised_BAK & (k_K > 0)[None, None]
+    mask_BAK = counted_BAK.astype(jnp.float32)
+    weight_BAK = mask_BAK * slot_weights(entropy_BAK.shape[-1], gamma_decay)[None, None]
+    hits_BAK = (correct_BAK & counted_BAK).astype(jnp.float32)
+    # A slot that is not supervised ends the prefix: decoding could not have been checked beyond it.
+    prefix_BAK = jnp.cumprod(hits_BAK[..., 1:], axis=-1)
+    return LossSums(
+        weighted=(weight_BAK * entropy_BAK).sum(),
+        weight=weight_BAK.sum(),
+        unweighted=(mask_BAK * entropy_BAK).sum(),
+        slots=mask_BAK.sum(),
+        correct_K=hits_BAK.sum((0, 1)),
+        count_K=mask_BAK.sum((0, 1)),
+        accepted=prefix_BAK.sum(),
+        blocks=mask_BAK.any(-1).astype(jnp.float32).sum(),
+    )
+
+
+def head_loss(
+    hidden_BAKD: Float[Array, "B A K D"],
+    head_VD: Float[Array, "V D"],
+    labels_BAK: Int[Array, "B A K"],
+    supervised_BAK: Bool[Array, "B A K"],
+    gamma_decay: float,
+    *,
+    frozen: bool,
+    logit_chunk: int,
+    dtype: str,
+    candidates: Candidates | None = None,
+) -> LossSums:
+    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits.
+
+    `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
+    forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise
+    chunks are recomputed in the backward pass. `candidates` stand for the vocabulary: cheaper by V/S, exact in expectation of the
+    normaliser; correctness is then judged among them.
+    """
+    slots = hidden_BAKD.shape[2]
+    # Slot 0 never has a label: leaving it out saves 1/K of the largest product.
+    rows_ND = hidden_BAKD[:, :, 1:].reshape(-1, hidden_BAKD.shape[-1])
+    labels_N = labels_BAK[:, :, 1:].reshape(-1)
+    bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
+    if candidates is not None:
+        head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
+    weight_BAJ = supervised_BAK[:, :, 1:].astype(jnp.float32) * slot_weights(slots, gamma_decay)[None, None, 1:]
+    chunk = min(logit_chunk, rows_ND.shape[0])
+    chunks = -(-rows_ND.shape[0] // chunk)
+    pad = chunks * chunk - rows_ND.shape[0]
+    rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
+    labels_N = jnp.pad(labels_N, (0, pad))
+    weight_N = jnp.pad(weight_BAJ.reshape(-1), (0, pad))
+    run = _frozen_head if frozen else _trained_head
+    weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, weight_N, chunk, dtype)
+
+    def slots_again(x_N: Array) -> Array:
+        x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
+        return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
+
+    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, gamma_decay)
+    return sums._replace(weighted=weighted)
+
+
+def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Array, dtype: str) -> tuple[Array, Array, Array, Array]:
+    """Logits, log-normaliser, cross-entropy and correctness of one chunk."""
+    logits_CV = product("nd,vd->nv", rows_CD, head_VD, dtype) + bias_V[None]
+    top_C = jax.nn.logsumexp(logits_CV, axis=-1)
+    entropy_C = top_C - jnp.take_along_axis(logits_CV, labels_C[:, None], axis=1)[:, 0]
+    return logits_CV, top_C, entropy_C, jnp.argmax(logits_CV, axis=-1) == labels_C
+
+
+def _split(chunk: int, *arrays: Array) -> tuple[Array, ...]:
+    return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in arrays)
+
+
+def _trained_head(
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+) -> tuple[Array, Array, Array]:
+    @jax.checkpoint
+    def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
+        rows_CD, labels_C = part
+        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
+        return entropy_C, correct_C
+
+    entropy, correct = jax.lax.map(one, _split(chunk, rows_ND, labels_N))
+    entropy_N = entropy.reshape(-1)
+    return (weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _frozen_head(
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+) -> tuple[Array, Array, Array]:
+    def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
+        rows_CD, labels_C = part
+        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
+        return entropy_C, correct_C
+
+    entropy, correct = jax.lax.map(one, _split(chunk, rows_ND, labels_N))
+    entropy_N = entropy.reshape(-1)
+    return (weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1)
+
+
+def _frozen_head_fwd(
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+) -> tuple[tuple[Array, Array, Array], Array]:
+    vocab = head_VD.shape[0]
+
+    def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        rows_CD, labels_C, weight_C = part
+        logits_CV, top_C, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
+        is_label_CV = labels_C[:, None] == jnp.arange(vocab, dtype=labels_C.dtype)[None]
+        slope_CV = weight_C[:, None] * (jnp.exp(logits_CV - top_C[:, None]) - is_label_CV.astype(jnp.float32))
+        return entropy_C, correct_C, product("nv,vd->nd", slope_CV, head_VD, dtype)
+
+    entropy, correct, grad = jax.lax.map(one, _split(chunk, rows_ND, labels_N, weight_N))
+    entropy_N = entropy.reshape(-1)
+    out = ((weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1))
+    return out, grad.reshape(rows_ND.shape).astype(rows_ND.dtype)
+
+
+def _frozen_head_bwd(
+    chunk: int, dtype: str, grad_ND: Array, cotangent: tuple[Array, Any, Any]
+) -> tuple[Array, None, None, None, None]:
+    return cotangent[0] * grad_ND, None, None, None, None
+
+
+_frozen_head.defvjp(_frozen_head_fwd, _frozen_head_bwd)

@@ -1,0 +1,28 @@
+"""The optimizer: AdamW, linear warm-up, cosine decay, global-norm clipping (paper, appendix)."""
+
+import optax
+
+from dflash_jax.config import OptimConfig
+from dflash_jax.errors import ConfigError
+
+
+def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step: up over warmup_ratio of `steps`, then a cosine down to final_learning_rate."""
+    warmup = max(1, round(config.warmup_ratio * steps))
+    return optax.warmup_cosine_decay_schedule(
+        config.learning_rate / warmup, config.learning_rate, warmup, max(steps, warmup + 1), config.final_learning_rate
+    )
+
+
+def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """The gradient transformation of a run of `steps` steps."""
+    if not config.learning_rate > 0:
+        raise ConfigError(f"optim.learning_rate is {config.learning_rate}: it must be positive")
+    if not 0 <= config.warmup_ratio < 1:
+        raise ConfigError(f"optim.warmup_ratio is {config.warmup_ratio}: it must lie in [0, 1)")
+    if not config.clip_norm > 0:
+        raise ConfigError(f"optim.clip_norm is {config.clip_norm}: it must be positive")
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(schedule(config, steps), b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
+    )

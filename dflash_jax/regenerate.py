@@ -1,0 +1,144 @@
+"""Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dflash_jax.config import DecodeConfig
+from dflash_jax.conversations import read_jsonl
+from dflash_jax.decode import DecodeState, decode
+from dflash_jax.errors import DataError
+from dflash_jax.generate import start
+from dflash_jax.prompts import Prompt
+from dflash_jax.targets import Target
+
+ROUNDS = 16
+"""tokens decoded between looks at which rows are done"""
+
+
+def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, config: DecodeConfig, batch_size: int) -> int:
+    """Answer every turn of every prompt and append one JSON line each to `out`; prompts already answered there are skipped.
+
+    Lines hold id, set, messages, answer_tokens (the ids of the last answer, stop token included) and finish_reason. A line is written
+    when its prompt is done, so a kill loses only what was being decoded; a line cut by a kill is removed first. Prompts that do
+    not fit the target's context are counted and reported. Returns how many lines were written.
+    """
+    out = Path(out)
+    done = _finished_ids(out)
+    waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
+    room = target.config.max_position - config.max_new_tokens
+    too_long, written = 0, 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(out, "a", encoding="utf-8") as file,
+        tqdm(total=len(prompts), initial=len(prompts) - len(waiting), unit="prompt") as bar,
+    ):
+        while waiting:
+            fitting = [c for c in waiting if c.encode(target) <= room]
+            too_long += len(waiting) - len(fitting)
+            bar.update(len(waiting) - len(fitting))
+            # rows of one batch have prompts of similar length, so that padding is short; all turns k come before turns k + 1
+            fitting.sort(key=lambda c: len(c.tokens))
+            waiting = []
+            for first in range(0, len(fitting), batch_size):
+                for conversation, answer in _answer(target, fitting[first : first + batch_size], config):
+                    if conversation.take(target, answer):
+                        file.write(conversation.line(target, answer) + "\n")
+                        file.flush()
+                        written += 1
+                        bar.update()
+                    else:
+                        waiting.append(conversation)
+        os.fsync(file.fileno())
+    if too_long:
+        print(f"{too_long} prompts left out: longer than {room} tokens (context {target.config.max_position} - max_new_tokens)")
+    return written
+
+
+class _Conversation:
+    """A prompt on its way: the messages so far and the turns still to come."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.turns = list(prompt["turns"])
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": prompt["system"]}] if "system" in prompt else []
+        self.tokens: list[int] = []
+
+    def encode(self, target: Target) -> int:
+        """Append the next user turn and encode; returns the length in tokens."""
+        self.messages.append({"role": "user", "content": self.turns.pop(0)})
+        self.tokens = target.tokenizer.encode_chat(self.messages)
+        return len(self.tokens)
+
+    def take(self, target: Target, answer: list[int]) -> bool:
+        """Append an answer; True when no turn is left."""
+        self.messages.append({"role": "assistant", "content": target.tokenizer.decode(answer)})
+        return not self.turns
+
+    def line(self, target: Target, answer: list[int]) -> str:
+        reason = "stop" if answer[-1] in target.config.stop_token_ids else "length"
+        row = {"id": self.prompt["id"], "set": self.prompt["set"], "messages": self.messages}
+        return json.dumps(row | {"answer_tokens": answer, "finish_reason": reason}, ensure_ascii=False)
+
+
+def _answer(target: Target, batch: list[_Conversation], config: DecodeConfig) -> Any:
+    """Yield (conversation, answer token ids) as rows finish; the batch is halved when half of its rows are done."""
+    state, lengths = start(
+        target,
+        None,
+        [c.tokens for c in batch],
+        config.max_new_tokens,
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.min_p,
+        config.seed,
+    )
+    rows: list[int | None] = [i if i < len(batch) else None for i in range(state.done_B.shape[0])]
+    while any(row is not None for row in rows):
+        state = decode(target.params, (), state, jnp.int32(ROUNDS), target=target, drafter=None)
+        done_B, length_B = np.asarray(state.done_B), np.asarray(state.length_B)
+        for place, row in enumerate(rows):
+            if row is not None and done_B[place]:
+                yield batch[row], np.asarray(state.tokens_BL[place, lengths[row] : length_B[place]]).tolist()
+                rows[place] = None
+        live = [place for place, row in enumerate(rows) if row is not None]
+        half = len(rows) // 2
+        if live and len(live) <= half:
+            spare = [place for place in range(len(rows)) if rows[place] is None][: half - len(live)]
+            keep = live + spare
+            state = _take_rows(state, jnp.asarray(keep, jnp.int32))
+            rows = [rows[place] for place in keep]
+
+
+@partial(jax.jit)
+def _take_rows(state: DecodeState, keep_B: jax.Array) -> DecodeState:
+    rows = state._replace(stops_S=jnp.zeros_like(state.length_B))  # the one field without a row axis
+    return jax.tree.map(lambda x: x[keep_B], rows)._replace(stops_S=state.stops_S)
+
+
+def _finished_ids(out: Path) -> set[str]:
+    """Ids of the answered prompts; a last line without its newline is what a kill left behind, and is removed."""
+    if not out.exists() or out.stat().st_size == 0:
+        return set()
+    with open(out, "rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+    if whole == 0:
+        return set()
+    ids = set()
+    for number, row in read_jsonl(out):
+        if not isinstance(row.get("id"), str) or "messages" not in row:
+            raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
+        ids.add(row["id"])
+    return ids

@@ -1,0 +1,79 @@
+"""Where arrays live: one rules table from logical axes to mesh axes. One device is a 1x1x1 mesh on the same path."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.config import MeshConfig
+from dflash_jax.errors import ConfigError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+RULES: dict[str | None, str | None] = {
+    "embed": "fsdp",
+    "taps": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    None: None,
+}
+"""logical axis of a parameter -> mesh axis"""
+BATCH = PartitionSpec(("data", "fsdp"))
+"""rows of a batch"""
+
+
+def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
+    """A mesh over all devices (or those given); one size may be -1. Raises `ConfigError` when the sizes do not multiply to the devices."""
+    devices = np.asarray(jax.devices() if devices is None else devices)
+    sizes = [config.data, config.fsdp, config.tensor]
+    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ConfigError(f"mesh sizes {dict(zip(MESH_AXES, sizes, strict=True))} must be positive, at most one of them -1")
+    known = int(np.prod([size for size in sizes if size > 0]))
+    sizes = [devices.size // known if size == -1 else size for size in sizes]
+    if int(np.prod(sizes)) != devices.size:
+        raise ConfigError(
+            f"the mesh {dict(zip(MESH_AXES, sizes, strict=True))} does not hold {devices.size} devices: "
+            "change mesh.data, mesh.fsdp or mesh.tensor"
+        )
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices.reshape(-1))
+
+
+def spec(shape: tuple[int, ...], logical: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+    """The partition of one array. A dimension that its mesh axis does not divide is replicated."""
+    axes = []
+    for size, name in zip(shape, logical, strict=True):
+        axis = RULES[name]
+        axes.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+    return PartitionSpec(*axes)
+
+
+def replicated_dimensions(tree: Any, mesh: Mesh) -> list[str]:
+    """What the rules would have split but could not: one line a dimension, for the log."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
+        if _is_variable(leaf):
+            for size, name in zip(leaf.shape, leaf.logical, strict=True):
+                axis = RULES[name]
+                if axis is not None and size % mesh.shape[axis]:
+                    lines.append(
+                        f"{jax.tree_util.keystr(path)}: {name} {size} is not divided by {axis} {mesh.shape[axis]}, replicated"
+                    )
+    return lines
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A sharding for each leaf: parameters (and optimizer moments, which are variables too) by the rules, all else replicated."""
+
+    def one(leaf: Any) -> Any:
+        if _is_variable(leaf):
+            return leaf.replace(NamedSharding(mesh, spec(leaf.shape, leaf.logical, mesh)))
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree.map(one, tree, is_leaf=_is_variable)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

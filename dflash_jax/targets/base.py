@@ -1,0 +1,38 @@
+"""What decoding and training ask of a target, so that any JAX model can be one."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import TargetConfig
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A frozen causal language model. All methods are pure functions of `params` and their arguments, usable under `jax.jit`.
+
+    A cache is any pytree. Rows are written at their positions; a query at position p sees the positions 0..p that were written last,
+    so decoding rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are padding:
+    nothing is written there and their outputs are ignored.
+    """
+
+    config: TargetConfig
+    params: Any
+    tokenizer: Any
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        """An empty cache for `batch` rows of up to `capacity` positions."""
+
+    def extend(
+        self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: Any, taps: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], Any]:
+        """Append tokens at absolute positions: final hidden states (after the last norm), taps side by side (M = taps x D), cache."""
+
+    def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
+        """Token embeddings, float32."""
+
+    def unembed(self, params: Any, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
+        """Logits of final hidden states, float32."""
+
+    def head_kernel(self, params: Any) -> Float[Array, "V D"]:
+        """The output embedding, for losses that never form all logits."""

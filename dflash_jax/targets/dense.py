@@ -1,0 +1,144 @@
+"""Dense decoder-only targets: Llama 3.x, SmolLM2, Qwen2, Qwen3. Module and parameter names follow Hugging Face checkpoints."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.attention import cached_attention
+from dflash_jax.cache import KVCache, init_cache, write
+from dflash_jax.config import TargetConfig
+from dflash_jax.errors import ConfigError
+from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention over a cache."""
+
+    def __init__(self, key: Array, config: TargetConfig) -> None:
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        width, dtype = config.hidden_size, config.dtype
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(q_key, (width, q_width), ("embed", "heads"), bias=config.qkv_bias, dtype=dtype)
+        self.k_proj = Linear(k_key, (width, kv_width), ("embed", "kv_heads"), bias=config.qkv_bias, dtype=dtype)
+        self.v_proj = Linear(v_key, (width, kv_width), ("embed", "kv_heads"), bias=config.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(o_key, (q_width, width), ("heads", "embed"), bias=config.o_bias, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.head_dim, self.dtype = config.head_dim, dtype
+
+    def __call__(
+        self, x_BTD: Array, rope: tuple[Array, Array], positions_BT: Array, k_BGCE: Array, v_BGCE: Array
+    ) -> tuple[Array, Array, Array]:
+        def heads(x: Array) -> Array:
+            return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+        q_BTHE, k_BTGE, v_BTGE = heads(self.q_proj(x_BTD)), heads(self.k_proj(x_BTD)), heads(self.v_proj(x_BTD))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTGE = self.q_norm(q_BTHE), self.k_norm(k_BTGE)
+        k_BGCE = write(k_BGCE, apply_rope(k_BTGE, rope), positions_BT)
+        v_BGCE = write(v_BGCE, v_BTGE, positions_BT)
+        out_BTHE = cached_attention(apply_rope(q_BTHE, rope), k_BGCE, v_BGCE, positions_BT, self.dtype)
+        return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, key: Array, config: TargetConfig) -> None:
+        attention_key, mlp_key = jax.random.split(key)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(attention_key, config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(mlp_key, config.hidden_size, config.mlp_dim, bias=config.mlp_bias, dtype=config.dtype)
+
+    def __call__(
+        self, x_BTD: Array, rope: tuple[Array, Array], positions_BT: Array, k_BGCE: Array, v_BGCE: Array
+    ) -> tuple[Array, Array, Array]:
+        mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, positions_BT, k_BGCE, v_BGCE)
+        x_BTD = x_BTD + mixed_BTD
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
+
+
+class DenseDecoder(nnx.Module):
+    """The parameters of a dense target."""
+
+    def __init__(self, key: Array, config: TargetConfig) -> None:
+        embed_key, head_key, *layer_keys = jax.random.split(key, config.num_layers + 2)
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        scale = config.hidden_size**-0.5
+        self.embed_tokens = nnx.Param(scale * jax.random.normal(embed_key, shape, jnp.float32), logical=axes)
+        self.layers = nnx.List([DecoderLayer(layer_key, config) for layer_key in layer_keys])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        head = None if config.tie_embeddings else nnx.Param(scale * jax.random.normal(head_key, shape, jnp.float32), logical=axes)
+        self.lm_head = head
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTarget:
+    """A dense decoder as a `Target`. As a static argument of jitted functions it stands for its config alone."""
+
+    config: TargetConfig
+    params: Any = field(repr=False)
+    tokenizer: Any = None
+    graphdef: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graphdef", nnx.split(abstract_decoder(self.config))[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DenseTarget) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+    @staticmethod
+    def random(key: Array, config: TargetConfig, tokenizer: Any = None) -> "DenseTarget":
+        """Random parameters: for tests and shape studies."""
+        params = nnx.state(DenseDecoder(key, config), nnx.Param)
+        return DenseTarget(config, jax.tree.map(lambda x: x.astype(jnp.dtype(config.dtype)), params), tokenizer)
+
+    def with_dtype(self, dtype: Any) -> "DenseTarget":
+        """The same parameters, computed with another operand dtype (parameters are cast to it)."""
+        params = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), self.params)
+        return DenseTarget(dataclasses.replace(self.config, dtype=dtype), params, self.tokenizer)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        c = self.config
+        return init_cache(c.num_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
+
+    def extend(
+        self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], KVCache]:
+        """See `Target.extend`. Tap i is the output of decoder layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
+        if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
+            raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
+        model = nnx.merge(self.graphdef, params)
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions_BT)
+        x_BTD = self.embed(params, tokens_BT)
+        keys, values, outputs = [], [], []
+        for layer, k_BGCE, v_BGCE in zip(model.layers, cache.keys, cache.values, strict=True):
+            x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, positions_BT, k_BGCE, v_BGCE)
+            keys.append(k_BGCE)
+            values.append(v_BGCE)
+            outputs.append(x_BTD)
+        taps_BTM = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else jnp.zeros((*tokens_BT.shape, 0), jnp.float32)
+        return model.norm(x_BTD), taps_BTM, KVCache(tuple(keys), tuple(values))
+
+    def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
+        return params["embed_tokens"][...][tokens].astype(jnp.float32)
+
+    def unembed(self, params: Any, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
+        return matmul(hidden, self.head_kernel(params), self.config.dtype, transposed=True)
+
+    def head_kernel(self, params: Any) -> Float[Array, "V D"]:
+        return params["embed_tokens" if self.config.tie_embeddings else "lm_head"][...]
+
+
+def abstract_decoder(config: TargetConfig) -> DenseDecoder:
+    """The module with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: DenseDecoder(jax.random.key(0), config))

@@ -1,0 +1,260 @@
+"""The training loop: data in, metrics, checkpoints and a drafter out."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from dflash_jax.checkpoint import Checkpoints
+from dflash_jax.cli import INTERRUPTED
+from dflash_jax.config import Config, DFlashConfig, TargetConfig, check_mask_token, to_json
+from dflash_jax.conversations import read_prompts
+from dflash_jax.data import ConversationDataset
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError, NonFiniteLossError
+from dflash_jax.generate import check_drafter_fits, generate
+from dflash_jax.hf import load_drafter, load_target, save_drafter
+from dflash_jax.metrics import MetricsWriter
+from dflash_jax.optim import optimizer, schedule
+from dflash_jax.sharding import make_mesh, replicated_dimensions
+from dflash_jax.targets import DenseTarget
+from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
+from dflash_jax.warm_start import drafter_from_target
+
+
+def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
+    """The drafter that a run describes, sizes left open taken from the target. Raises `ConfigError` when they do not fit."""
+    d = config.drafter
+    made = DFlashConfig(
+        target_hidden_dim=target.hidden_size,
+        draft_hidden_dim=d.draft_hidden_dim or target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        loss_decay_gamma=d.loss_decay_gamma,
+        num_heads=d.num_heads or target.num_heads,
+        num_kv_heads=d.num_kv_heads or target.num_kv_heads,
+        head_dim=d.head_dim or target.head_dim,
+        mlp_dim=d.mlp_dim or target.mlp_dim,
+        block_size=d.block_size,
+        num_target_sampled_layers=d.num_target_sampled_layers,
+        num_draft_layers=d.num_draft_layers,
+        target_layer_ids=tuple(d.target_layer_ids),
+        mask_token_id=None if d.learned_mask_embedding else d.mask_token_id,
+        learned_mask_embedding=d.learned_mask_embedding,
+        own_embedding=d.own_embedding,
+        own_head=d.own_head,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position=target.max_position,
+        dropout=d.dropout,
+        dtype=d.dtype,
+    )
+    check_mask_token(made, target)
+    return made
+
+
+def fit(config: Config) -> int:
+    """Train as configured; returns the exit status (130 after Ctrl-C, with a checkpoint saved).
+
+    The run folder then holds config.json (merged), metrics.jsonl, checkpoints/ and drafter/ (z-lab's layout).
+    """
+    run_dir = Path(config.train.run_dir)
+    mesh = make_mesh(config.mesh)
+    target = load_target(config.target.path, dtype=config.target.dtype)
+    if target.tokenizer is None:
+        raise ConfigError(
+            f"target.path {config.target.path} has no tokenizer: training reads text, so add tokenizer.json to the folder"
+        )
+    if not config.data.train:
+        raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
+    dataset = ConversationDataset(
+        config.data, target.tokenizer, target.config.pad_token_id or 0, jax.process_index(), jax.process_count()
+    )
+    steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
+    tx = optimizer(config.optim, steps)
+    drafter = _first_drafter(config, target, dataset)
+    train_step = make_train_step(config, target, drafter, tx, mesh)
+    state = init_state(drafter, tx, mesh)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
+    iterator = dataset.iterator(num_epochs=-(-steps // dataset.batches_per_epoch))
+    identity = _identity(config, drafter.config, steps, dataset.fingerprint)
+    if config.train.resume:
+        state, data_state = checkpoints.restore(state, identity)
+        iterator.set_state(data_state)
+        print(f"resumed from step {int(state.step)}")
+    elif checkpoints.newest is not None:
+        raise ConfigError(
+            f"{run_dir} holds a run that reached step {checkpoints.newest}: --resume it, or give another train.run_dir"
+        )
+    (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
+    print(f"data: {dataset.report}")
+    print("\n".join(replicated_dimensions(drafter.params, mesh)) or f"mesh: {dict(mesh.shape)}")
+    loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
+    try:
+        state, finished = loop.run(state)
+    finally:
+        checkpoints.close()
+    if not finished:
+        print(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
+        return INTERRUPTED
+    trained = Drafter(drafter.config, state.params)
+    save_drafter(trained, run_dir / "drafter")
+    print(f"drafter written to {run_dir / 'drafter'}; measure it: python -m dflash_jax bench --drafter.path {run_dir / 'drafter'}")
+    return 0
+
+
+def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
+    wanted = drafter_config(config, target.config)
+    key = jax.random.key(config.train.seed)
+    if config.train.init == "random":
+        return Drafter.random(key, wanted)
+    if config.train.init == "target":
+        sample = dataset.batch(0)
+        return drafter_from_target(key, wanted, target, jnp.asarray(sample["tokens_BT"]), jnp.asarray(sample["length_B"]))
+    if config.drafter.path is None:
+        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
+    loaded = load_drafter(config.drafter.path, target, dtype="float32")
+    check_drafter_fits(target, loaded)
+    return Drafter(dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout), loaded.params)
+
+
+def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:
+    """What a resumed run must have in common with the checkpoint: all that decides the numbers."""
+    train = {name: getattr(config.train, name) for name in ("init", "anchors_per_row", "vocab_sample", "features", "seed")}
+    parts = {"drafter": dataclasses.asdict(drafter), "target": dataclasses.asdict(config.target), "train": train}
+    parts["optim"] = dataclasses.asdict(config.optim)
+    flat = {f"{section}.{name}": value for section, values in parts.items() for name, value in values.items()}
+    return json.loads(json.dumps(flat | {"steps": steps, "data": data}))  # type: ignore[no-any-return]
+
+
+class _Loop:
+    """State of the loop that is not in a checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        target: DenseTarget,
+        drafter: Drafter,
+        train_step: Any,
+        checkpoints: Checkpoints,
+        iterator: Any,
+        identity: dict[str, Any],
+        steps: int,
+        run_dir: Path,
+    ) -> None:
+        self.config, self.mesh, self.target, self.drafter = config, mesh, target, drafter
+        self.train_step, self.checkpoints, self.iterator, self.identity = train_step, checkpoints, iterator, identity
+        self.steps, self.run_dir = steps, run_dir
+        self.target_params = jax.device_put(target.params, jax.sharding.NamedSharding(mesh, jax.P()))
+        self.learning_rate = schedule(config.optim, steps)
+        self.heldout = [target.tokenizer.encode_chat([{"role": "user", "content": p["turns"][0]}]) for p in self._heldout_prompts()]
+        self.kept_features: dict[int, np.ndarray] = {}
+        self.features = jax.jit(lambda params, batch: target_features(target, params, batch, drafter.config.target_layer_ids))
+
+    def _heldout_prompts(self) -> list[Any]:
+        data = self.config.data
+        return read_prompts(data.heldout)[: data.heldout_prompts] if data.heldout and self.config.train.eval_every else []
+
+    def run(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late, so the device never waits for them."""
+        train = self.config.train
+        step = int(state.step)
+        pending: tuple[int, StepMetrics, dict[str, Any]] | None = None
+        window: list[dict[str, Any]] = []
+        position = self.iterator.get_state()
+        with MetricsWriter(self.run_dir, train.tensorboard) as writer, tqdm(total=self.steps, initial=step, unit="step") as bar:
+            try:
+                while step < self.steps:
+                    started = time.perf_counter()
+                    raw = next(self.iterator)
+                    batch = place_batch(raw, self.mesh)
+                    next_state, metrics = self.train_step(state, self.target_params, batch, self._features(raw, batch))
+                    state, position, step = next_state, self.iterator.get_state(), step + 1
+                    if pending is not None:
+                        window.append(self._read(*pending))
+                    pending = (step, metrics, {"tokens": int(raw["length_B"].sum()), "started": started})
+                    bar.update()
+                    due = step == self.steps
+                    if due or step % train.log_every == 0:
+                        window.append(self._read(*pending))
+                        pending = None
+                        line = summarise(window)
+                        line |= {"step": step, "learning_rate": float(self.learning_rate(step - 1))}
+                        writer.write(step, line)
+                        bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
+                        window = []
+                    if self.heldout and (due or step % train.eval_every == 0):
+                        writer.write(step, {"step": step} | self._decode(state))
+                    if due or step % train.save_every == 0:
+                        if pending is not None:  # never save a state whose loss has not been seen to be finite
+                            window.append(self._read(*pending))
+                            pending = None
+                        self.checkpoints.save(state, position, self.identity)
+            except KeyboardInterrupt:
+                if pending is not None:
+                    self._read(*pending)
+                self.checkpoints.save(state, position, self.identity)
+                return state, False
+        return state, True
+
+    def _features(self, raw: dict[str, Any], batch: Batch) -> Any:
+        if self.config.train.features == "online":
+            return None
+        ids = raw["id_B"].tolist()
+        if any(i not in self.kept_features for i in ids if i >= 0):
+            taps_BTM = np.asarray(self.features(self.target_params, batch)).astype(ml_dtypes.bfloat16)
+            for row, i in enumerate(ids):
+                self.kept_features[i] = taps_BTM[row, : raw["length_B"][row]].copy()
+        width = raw["tokens_BT"].shape[1]
+        rows = [self.kept_features[i] for i in ids]
+        taps = np.stack([np.pad(row, ((0, width - len(row)), (0, 0))) for row in rows]).astype(np.float32)
+        return jax.device_put(taps, jax.sharding.NamedSharding(self.mesh, jax.P(("data", "fsdp"))))
+
+    def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}
+        values |= {name: np.asarray(value) for name, value in metrics.diagnostics.items()} | host
+        values["seconds"] = time.perf_counter() - host["started"]
+        if not (math.isfinite(float(values["sums"].weighted)) and math.isfinite(values["grad_norm"])):
+            raise NonFiniteLossError(
+                f"the loss or its gradient is not finite at step {step}: lower optim.learning_rate and --resume "
+                f"(the newest checkpoint is step {self.checkpoints.newest})"
+            )
+        return values
+
+    def _decode(self, state: TrainState) -> dict[str, Any]:
+        current = Drafter(self.drafter.config, state.params)
+        out = generate(self.target, current, self.heldout, max_new_tokens=self.config.train.eval_max_new_tokens)
+        return {
+            "eval_acceptance_length": out.stats.acceptance_length,
+            "eval_acceptance_length_macro": out.stats.acceptance_length_macro,
+            "eval_accepted_per_position": list(out.stats.pooled.accepted_per_position),
+        }
+
+
+def summarise(window: list[dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of the steps since the last line: sums over sums, rates over the wall time."""
+    sums = jax.tree.map(lambda *x: np.sum(np.stack(x), axis=0), *(values["sums"] for values in window))
+    seconds = max(window[-1]["started"] + window[-1]["seconds"] - window[0]["started"], 1e-9)
+    line = {
+        "loss": float(sums.weighted / max(sums.weight, 1e-9)),
+        "unweighted_loss": float(sums.unweighted / max(sums.slots, 1.0)),
+        "acceptance_length": float(1 + sums.accepted / max(sums.blocks, 1.0)),
+        "accuracy_per_position": (sums.correct_K[1:] / np.maximum(sums.count_K[1:], 1.0)).tolist(),
+        "grad_norm": float(np.mean([values["grad_norm"] for values in window])),
+        "anchors_per_second": float(sums.blocks / seconds),
+        "tokens_per_second": sum(values["tokens"] for values in window) / seconds,
+    }
+    for name in ("attention_entropy_L", "context_feature_norm"):
+        if name in window[-1]:
+            line[name] = window[-1][name].tolist()
+    return line

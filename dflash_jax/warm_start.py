@@ -1,0 +1,83 @@
+"""Starting a drafter from its target's last layers: with little data it learns much faster than from random numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dflash_jax.config import DFlashConfig
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.targets import DenseTarget
+
+
+def drafter_from_target(
+    key: Array, config: DFlashConfig, target: DenseTarget, sample_BT: Int[Array, "B T"], lengths_B: Int[Array, " B"]
+) -> Drafter:
+    """A drafter whose layers are the target's last ones, whose fuser passes the deepest tap, and whose final norm is the target's.
+
+    The context features are normed once, not a second time by each layer's input norm, so that norm is folded into q, k and v. The
+    target's queries and keys may have no norms: the drafter's then get the typical size of the layer's, measured on sample rows
+    (token ids [B, T], real lengths [B]). Raises `ConfigError` when the shapes of the two differ.
+    """
+    _check(config, target)
+    drafter = Drafter.random(key, config)
+    first = target.config.num_layers - config.num_draft_layers
+    inputs = _layer_inputs(target, first, sample_BT, lengths_B)
+    params = jax.tree.map(lambda x: x, drafter.params)  # a new tree: leaves are replaced below
+    for i in range(config.num_draft_layers):
+        theirs, ours = target.params["layers"][first + i], params["layers"][i]
+        scale_D = _f32(theirs["input_layernorm"]["scale"])
+        for name in ("q_proj", "k_proj", "v_proj"):
+            kernel = scale_D[:, None] * _f32(theirs["self_attn"][name]["kernel"])
+            ours["self_attn"][name]["kernel"].set_value(kernel)
+        ours["self_attn"]["o_proj"]["kernel"].set_value(_f32(theirs["self_attn"]["o_proj"]["kernel"]))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            ours["mlp"][name]["kernel"].set_value(_f32(theirs["mlp"][name]["kernel"]))
+        ours["post_attention_layernorm"]["scale"].set_value(_f32(theirs["post_attention_layernorm"]["scale"]))
+        for name, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            if target.config.qk_norm:
+                ours["self_attn"][norm]["scale"].set_value(_f32(theirs["self_attn"][norm]["scale"]))
+            else:
+                size = jnp.sqrt(jnp.mean(jnp.square(inputs[i] @ ours["self_attn"][name]["kernel"][...])))
+                ours["self_attn"][norm]["scale"].set_value(jnp.full((config.head_dim,), size))
+    width = config.target_hidden_dim
+    fc_MD = jnp.zeros_like(params["fuser"]["fc"]["kernel"][...])
+    deepest = config.target_layer_ids.index(max(config.target_layer_ids))
+    params["fuser"]["fc"]["kernel"].set_value(fc_MD.at[deepest * width : (deepest + 1) * width].set(jnp.eye(width)))
+    params["norm"]["scale"].set_value(_f32(target.params["norm"]["scale"]))
+    return Drafter(config, params)
+
+
+def _layer_inputs(target: DenseTarget, first: int, sample_BT: Array, lengths_B: Array) -> list[Array]:
+    """What enters layers first.. of the target, root-mean-square normed, for the real tokens [N, D]."""
+    taps = tuple(range(first - 1, target.config.num_layers - 1))
+    slots_T = jnp.arange(sample_BT.shape[1], dtype=jnp.int32)
+    real_BT = slots_T[None] < lengths_B[:, None]
+    positions_BT = jnp.where(real_BT, slots_T[None], -1)
+    _, taps_BTM, _ = target.extend(target.params, sample_BT, positions_BT, target.init_cache(*sample_BT.shape), taps)
+    split = jnp.split(taps_BTM[real_BT], len(taps), axis=-1)
+    return [x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + target.config.rms_norm_eps) for x in split]
+
+
+def _check(config: DFlashConfig, target: DenseTarget) -> None:
+    t = target.config
+    pairs: dict[str, tuple[Any, Any]] = {
+        "draft_hidden_dim": (config.draft_hidden_dim, t.hidden_size),
+        "num_heads": (config.num_heads, t.num_heads),
+        "num_kv_heads": (config.num_kv_heads, t.num_kv_heads),
+        "head_dim": (config.head_dim, t.head_dim),
+        "mlp_dim": (config.mlp_dim, t.mlp_dim),
+    }
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ConfigError(
+                f"train.init target needs {name} {theirs} (the target's) but it is {ours}: change it, or use train.init random"
+            )
+    if config.num_draft_layers >= t.num_layers:
+        raise ConfigError(f"train.init target takes {config.num_draft_layers} layers but the target has {t.num_layers}: use fewer")
+
+
+def _f32(variable: Any) -> Array:
+    return variable[...].astype(jnp.float32)

