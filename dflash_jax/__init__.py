@@ -1,4 +1,4 @@
-"""DFlash in JAX: train drafters, decode in a loop that never leaves the device. See README.md; terms in docs/glossary.md.
+"""DFlash in JAX: train drafters, decode in a loop that never leaves the device. See README.md; terms in docs/design.md.
 
 Dimension key: B rows, T context positions, C cache capacity, A anchored blocks a row, K slots a block (J = K - 1 drafted), D width,
 N taps (M = N x D), H query heads, G key/value heads, R = H / G, E head width, F MLP width, V vocabulary, L token buffer.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from dflash_jax.config import Config
+from dflash_jax.config import Config, DecodeConfig
 from dflash_jax.conversations import read_prompts
 from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
@@ -33,7 +33,7 @@ class Timing(NamedTuple):
 
 
 def bench(config: Config) -> int:
-    """Measure as configured and print a report whose last line is JSON. Returns 1 when a float32 text differs from plain decoding's."""
+    """Measure as configured; the report's last line is JSON. Returns 1 when a float32 text differs from plain decoding's."""
     prompts = _prompts(config)
     if config.drafter.path is None:
         raise ConfigError("drafter.path is not set: name the drafter to measure")
@@ -101,7 +101,7 @@ def _exactness(
 def time_decoding(target: DenseTarget, drafter: Drafter | None, prompt: list[int], new: int, block_size: int | None) -> Timing:
     """Decode one prompt after its prefill, compilation apart: a call with zero rounds compiles first."""
     draft_params = drafter.params if drafter is not None else ()
-    state, lengths = start(target, drafter, [prompt], max_new_tokens=new, block_size=block_size)
+    state, lengths = start(target, drafter, [prompt], DecodeConfig(max_new_tokens=new, block_size=block_size))
     state = jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(0), target=target, drafter=drafter))
     before = time.perf_counter()
     state = jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter))

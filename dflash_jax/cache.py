@@ -1,7 +1,7 @@
 """Key/value caches: slot j of a row holds the key and value of position j.
 
-There is no length in a cache. A query at position p sees the slots j <= p (a drafter's block: j < anchor), and every slot is rewritten
-before a query can see it, so rejecting drafted tokens means only continuing from an earlier position.
+There is no length in a cache. A query at position p sees the slots j <= p (a drafter's block: j < anchor), and every slot is
+rewritten before a query can see it, so rejecting drafted tokens means only continuing from an earlier position.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 
 class KVCache(NamedTuple):
-    """One array a layer (a stacked cache costs extra copies under XLA), each [B, G, C, E]: attention reads it without a transpose."""
+    """One array a layer (a stacked cache costs extra copies), each [B, G, C, E]: attention reads it without a transpose."""
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]

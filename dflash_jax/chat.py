@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 def answer_prompts(config: Config, prompts: Sequence[str], compare: bool) -> int:
-    """Stream the answer to each prompt, then print acceptance and speed, with `compare` also plain decoding's and whether texts agree."""
+    """Stream each answer, then print acceptance and speed; `compare` adds plain decoding's and whether the texts agree."""
     if any(not prompt.strip() for prompt in prompts):
         raise PromptError("--prompt is empty: give some text")
     target = load_target(config.target.path, dtype=config.target.dtype)
@@ -55,21 +55,12 @@ def answer_prompts(config: Config, prompts: Sequence[str], compare: bool) -> int
 
 
 def _answer(target: DenseTarget, drafter: Drafter | None, prompt: list[int], config: DecodeConfig, show: bool) -> Answer:
-    options = {
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "min_p": config.min_p,
-        "seed": config.seed,
-        "block_size": config.block_size if drafter is not None else None,
-    }
-    state, _ = start(target, drafter, [prompt], **options)  # compiles
+    state, _ = start(target, drafter, [prompt], config)  # compiles
     draft_params = drafter.params if drafter is not None else ()
     jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(0), target=target, drafter=drafter))
     text = StreamDecoder(target.tokenizer)
     before = time.perf_counter()
-    for piece in stream(target, drafter, prompt, **options):
+    for piece in stream(target, drafter, prompt, config):
         if isinstance(piece, Generation):
             seconds = time.perf_counter() - before
             if show:

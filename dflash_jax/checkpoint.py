@@ -63,7 +63,8 @@ class Checkpoints:
             arrays = self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint {self.folder / str(step)} cannot be read ({error}): delete that folder and --resume from the one before"
+                f"the checkpoint {self.folder / str(step)} cannot be read ({error}): "
+                "delete that folder and --resume from the one before"
             ) from None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         restored = jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names])

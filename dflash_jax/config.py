@@ -164,8 +164,8 @@ class DFlashConfig:
             raise ConfigError(f"mask_token_id {self.mask_token_id} is outside the {self.vocab_size} embedding rows")
         if self.draft_hidden_dim != self.target_hidden_dim and not (self.own_embedding and self.own_head):
             raise ConfigError(
-                f"draft_hidden_dim {self.draft_hidden_dim} differs from target_hidden_dim {self.target_hidden_dim}, so the target's "
-                "embedding and head do not fit: set own_embedding and own_head, or make the widths equal"
+                f"draft_hidden_dim {self.draft_hidden_dim} differs from target_hidden_dim {self.target_hidden_dim}, so the "
+                "target's embedding and head do not fit: set own_embedding and own_head, or make the widths equal"
             )
 
 
@@ -174,8 +174,8 @@ def check_mask_token(config: DFlashConfig, target: TargetConfig) -> None:
     mask = config.mask_token_id
     if mask is not None and (mask in target.stop_token_ids or mask == target.pad_token_id):
         raise ConfigError(
-            f"mask_token_id {mask} is a stop or pad token of the target (stop {list(target.stop_token_ids)}, pad {target.pad_token_id}): "
-            "choose an id that the target never writes"
+            f"mask_token_id {mask} is a stop or pad token of the target (stop {list(target.stop_token_ids)}, "
+            f"pad {target.pad_token_id}): choose an id that the target never writes"
         )
 
 
@@ -284,8 +284,8 @@ class TrainConfig:
     logit_chunk: int = 1024
     """slots whose logits exist at once; lower it to save memory"""
     vocab_sample: int = 0
-    """tokens that stand for the vocabulary in each step's loss (sampled softmax); 0 takes all. Where products are slow (CPUs) a sixth
-    of the vocabulary halves the step's cost"""
+    """tokens that stand for the vocabulary in each step's loss (sampled softmax); 0 takes all. Where products are slow (CPUs) a
+    sixth of the vocabulary halves the step's cost"""
     features: Literal["online", "memory"] = "online"
     """memory keeps every row's target features (bfloat16) after its first epoch: worth it for several epochs when they fit"""
     remat: bool = True

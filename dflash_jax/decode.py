@@ -42,7 +42,7 @@ class DecodeState(NamedTuple):
 
 
 def prefill_lengths(prompt_lengths: list[int], max_new_tokens: int, block_size: int) -> tuple[int, int]:
-    """Padded prompt length (a power of two) and cache capacity (a multiple of 128 with one block of slack): few shapes, few compilations."""
+    """Padded prompt length (a power of two) and cache capacity (a multiple of 128, one block of slack): few compilations."""
     longest = max(prompt_lengths)
     padded = max(16, 1 << (longest - 1).bit_length())
     capacity = -(-(max(padded, longest + max_new_tokens) + block_size) // 128) * 128

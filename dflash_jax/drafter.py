@@ -123,7 +123,7 @@ class DraftLayer(nnx.Module):
 
 
 class DraftModel(nnx.Module):
-    """The parameters of a drafter; attribute names follow z-lab's checkpoints. Embedding and head exist only where the config owns them."""
+    """The parameters of a drafter, named as in z-lab's checkpoints. Embedding and head exist only where the config owns them."""
 
     def __init__(self, key: Array, config: DFlashConfig) -> None:
         fuser_key, embed_key, head_key, mask_key, *layer_keys = jax.random.split(key, config.num_draft_layers + 4)
@@ -197,7 +197,7 @@ class Drafter:
     def extend_context(
         self, params: Any, taps_BTM: Float[Array, "B T M"], positions_BT: Int[Array, "B T"], cache: KVCache
     ) -> KVCache:
-        """Append context keys and values of target positions. Only rows of verified tokens are ever seen: later ones are rewritten."""
+        """Append context keys and values of target positions. Only those of verified tokens are seen: later ones are rewritten."""
         rope = rope_tables(self.config.rope, self.config.head_dim, positions_BT)
         context = self.model(params).context(taps_BTM, rope)
         keys = tuple(write(old, new, positions_BT) for old, (new, _) in zip(cache.keys, context, strict=True))
@@ -221,7 +221,7 @@ class Drafter:
         block_BAKD: Float[Array, "B A K D"],
         execution: Execution,
     ) -> tuple[Float[Array, "B A K D"], list[Array]]:
-        """The training forward: many blocks a row over one context; row index = position. Final hidden states, entropies a layer [B, A].
+        """The training forward: many blocks a row over one context (row index = position). Hidden states, entropies [B, A].
 
         Each block equals what `extend_context` with the taps before its anchor and then `propose` give.
         """

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import check_mask_token
+from dflash_jax.config import DecodeConfig, check_mask_token
 from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
@@ -95,31 +95,24 @@ def generate(
     `verify`: "match" (the default), the target's own draw must equal the draft; row r draws with `seed + r`. An answer that reaches
     the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
     """
-    state, lengths = start(
-        target,
-        drafter,
-        prompts,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        stop_token_ids,
-        block_size,
-        verify,
-    )
+    if verify not in (None, "match"):
+        raise ConfigError(f"verify {verify!r} is unknown: this version has 'match'")
+    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size)
+    state, lengths = start(target, drafter, prompts, options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
     state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter)
     return finish(state, lengths)
 
 
-def stream(target: Target, drafter: Drafter | None, prompt: Sequence[int], **options: Any) -> Iterator[list[int] | Generation]:
-    """Decode one prompt in chunks of a few rounds: yields new token ids as they are committed, then the `Generation`.
-
-    Takes the options of `generate`.
-    """
-    state, lengths = start(target, drafter, [prompt], **options)
+def stream(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    options: DecodeConfig,
+    stop_token_ids: Sequence[int] | None = None,
+) -> Iterator[list[int] | Generation]:
+    """Decode one prompt in chunks of a few rounds: yields new token ids as they are committed, then the `Generation`."""
+    state, lengths = start(target, drafter, [prompt], options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
     sent = lengths[0]
     while True:
@@ -137,24 +130,17 @@ def start(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
+    options: DecodeConfig,
     stop_token_ids: Sequence[int] | None = None,
-    block_size: int | None = None,
-    verify: Literal["match"] | None = None,
 ) -> tuple[DecodeState, list[int]]:
     """Check the input of `generate` and prefill: the state after the first token, and the prompt lengths."""
-    if verify not in (None, "match"):
-        raise ConfigError(f"verify {verify!r} is unknown: this version has 'match'")
+    max_new_tokens, temperature = options.max_new_tokens, options.temperature
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
-    block_size = _check_block_size(target, drafter, block_size)
+    block_size = _check_block_size(target, drafter, options.block_size)
     lengths = _check_prompts(target, prompts)
-    padded, capacity = prefill_lengths(lengths, max_new_tokens, block_size)
+    room = target.config.max_position - max(lengths)
+    padded, capacity = prefill_lengths(lengths, min(max_new_tokens, room), block_size)
     batch = 1 << (len(prompts) - 1).bit_length()  # spare rows repeat the first prompt and are done from the start
     tokens_BT = np.zeros((batch, padded), np.int32)
     lengths_B = np.full((batch,), lengths[0], np.int32)
@@ -166,7 +152,7 @@ def start(
         lengths_B[row], end_B[row] = length, min(length + max_new_tokens, target.config.max_position)
     stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
     stops_S = np.asarray(stops + [-1] * (-len(stops) % 8 or (0 if stops else 8)), np.int32)
-    sampled = sampling_rows(batch, temperature, top_k, top_p, min_p, seed)
+    sampled = sampling_rows(batch, temperature, options.top_k, options.top_p, options.min_p, options.seed)
     state = prefill(
         target.params,
         drafter.params if drafter is not None else (),
@@ -250,7 +236,7 @@ def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> list[int
             raise PromptError(f"prompt {row} is empty: give at least one token id")
         if len(prompt) > longest:
             raise PromptError(
-                f"prompt {row} has {len(prompt)} tokens but the target's context leaves room for {longest} and one answer token: shorten it"
+                f"prompt {row} has {len(prompt)} tokens; the context has room for {longest} and one answer token: shorten it"
             )
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= vocab:

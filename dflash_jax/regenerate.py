@@ -27,9 +27,9 @@ ROUNDS = 16
 def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, config: DecodeConfig, batch_size: int) -> int:
     """Answer every turn of every prompt and append one JSON line each to `out`; prompts already answered there are skipped.
 
-    Lines hold id, set, messages, answer_tokens (the ids of the last answer, stop token included) and finish_reason. A line is written
-    when its prompt is done, so a kill loses only what was being decoded; a line cut by a kill is removed first. Prompts that do
-    not fit the target's context are counted and reported. Returns how many lines were written.
+    Lines hold id, set, messages, answer_tokens (the ids of the last answer, stop token included) and finish_reason. A line is
+    written when its prompt is done, so a kill loses only what was being decoded; a line cut by a kill is removed first. Prompts
+    that do not fit the target's context are counted and reported. Returns how many lines were written.
     """
     out = Path(out)
     done = _finished_ids(out)
@@ -91,17 +91,7 @@ class _Conversation:
 
 def _answer(target: Target, batch: list[_Conversation], config: DecodeConfig) -> Any:
     """Yield (conversation, answer token ids) as rows finish; the batch is halved when half of its rows are done."""
-    state, lengths = start(
-        target,
-        None,
-        [c.tokens for c in batch],
-        config.max_new_tokens,
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.min_p,
-        config.seed,
-    )
+    state, lengths = start(target, None, [c.tokens for c in batch], config)
     rows: list[int | None] = [i if i < len(batch) else None for i in range(state.done_B.shape[0])]
     while any(row is not None for row in rows):
         state = decode(target.params, (), state, jnp.int32(ROUNDS), target=target, drafter=None)

@@ -48,7 +48,7 @@ def sampling_rows(batch: int, temperature: float, top_k: int, top_p: float, min_
 
 
 def process_logits(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Float[Array, "B K V"]:
-    """Temperature, then top-k, top-p and min-p; what they cut becomes -inf. Rows at temperature 0 keep their scale (callers take argmax)."""
+    """Temperature, then top-k, top-p and min-p; what they cut becomes -inf. Rows at temperature 0 keep their scale."""
     temperature_B11 = sampling.temperature_B[:, None, None]
     logits_BKV = logits_BKV / jnp.where(temperature_B11 > 0, temperature_B11, 1.0)
     sorted_BKV = -jnp.sort(-logits_BKV, axis=-1)
@@ -59,7 +59,10 @@ def process_logits(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Flo
     probs_BKV = jax.nn.softmax(sorted_BKV, axis=-1)
     # A token stays when the mass of the tokens before it is still below top_p, so the first one always stays.
     before_BKV = jnp.cumsum(probs_BKV, axis=-1) - probs_BKV
-    kept_BKV = (before_BKV < sampling.top_p_B[:, None, None]) & (probs_BKV >= sampling.min_p_B[:, None, None] * probs_BKV[..., :1])
+    # The sums are rounded: top_p 1 must not cut the tail, and what top-k cut must not set the floor.
+    top_p_B11 = sampling.top_p_B[:, None, None]
+    kept_BKV = ((before_BKV < top_p_B11) | (top_p_B11 >= 1)) & (sorted_BKV > -jnp.inf)
+    kept_BKV &= probs_BKV >= sampling.min_p_B[:, None, None] * probs_BKV[..., :1]
     floor_BK1 = jnp.min(jnp.where(kept_BKV, sorted_BKV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BKV >= floor_BK1, logits_BKV, -jnp.inf)
 

@@ -26,7 +26,7 @@ BATCH = PartitionSpec(("data", "fsdp"))
 
 
 def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
-    """A mesh over all devices (or those given); one size may be -1. Raises `ConfigError` when the sizes do not multiply to the devices."""
+    """A mesh over all devices (or those given); one size may be -1. Raises `ConfigError` when sizes and devices do not fit."""
     devices = np.asarray(jax.devices() if devices is None else devices)
     sizes = [config.data, config.fsdp, config.tensor]
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:

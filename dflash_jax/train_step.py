@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, head_loss, sample_vocabulary
 from dflash_jax.sharding import BATCH, shardings
-from dflash_jax.targets import Target
+from dflash_jax.targets import Target, TrainableTarget
 
 
 class TrainState(NamedTuple):
@@ -58,7 +58,7 @@ def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, 
 def block_loss(
     drafter: Drafter,
     params: Any,
-    target: Target,
+    target: TrainableTarget,
     target_params: Any,
     taps_BTM: Float[Array, "B T M"],
     blocks: Blocks,
@@ -104,7 +104,9 @@ def block_loss(
     return sums, diagnostics
 
 
-def make_train_step(config: Config, target: Target, drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh) -> TrainStep:
+def make_train_step(
+    config: Config, target: TrainableTarget, drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh
+) -> TrainStep:
     """The jitted step: (state, target params, batch, taps or None) -> (state, metrics). The state is donated.
 
     Anchors are drawn for the whole batch and gradients of loss sums are added up before one division, so neither micro-batches nor
@@ -114,7 +116,8 @@ def make_train_step(config: Config, target: Target, drafter: Drafter, tx: optax.
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if micro < 1 or rows % (micro * shards):
         raise ConfigError(
-            f"data.batch_size {rows} is not a multiple of optim.accumulation {micro} x {shards} devices that hold rows: change one of them"
+            f"data.batch_size {rows} is not a multiple of optim.accumulation {micro} x {shards} devices that hold rows: "
+            "change one of them"
         )
     slots = rows // micro * config.train.anchors_per_row * (drafter.config.block_size - 1)
     if (
@@ -163,7 +166,7 @@ def make_train_step(config: Config, target: Target, drafter: Drafter, tx: optax.
         with jax.numpy_dtype_promotion("standard"):  # optax adds Python floats to integer counters
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
         return TrainState(params, opt_state, state.step + 1), StepMetrics(sums, grad_norm, diagnostics)
 
     return jax.jit(train_step, donate_argnums=0)

@@ -25,7 +25,7 @@ from dflash_jax.generate import check_drafter_fits, generate
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.optim import optimizer, schedule
-from dflash_jax.sharding import make_mesh, replicated_dimensions
+from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
 from dflash_jax.warm_start import drafter_from_target
@@ -158,6 +158,8 @@ class _Loop:
         self.target_params = jax.device_put(target.params, jax.sharding.NamedSharding(mesh, jax.P()))
         self.learning_rate = schedule(config.optim, steps)
         self.heldout = [target.tokenizer.encode_chat([{"role": "user", "content": p["turns"][0]}]) for p in self._heldout_prompts()]
+        if config.train.features == "memory" and jax.process_count() > 1:
+            raise ConfigError("train.features memory works in one process only: use online")
         self.kept_features: dict[int, np.ndarray] = {}
         self.features = jax.jit(lambda params, batch: target_features(target, params, batch, drafter.config.target_layer_ids))
 
@@ -166,7 +168,7 @@ class _Loop:
         return read_prompts(data.heldout)[: data.heldout_prompts] if data.heldout and self.config.train.eval_every else []
 
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late, so the device never waits for them."""
+        """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late: the device never waits for them."""
         train = self.config.train
         step = int(state.step)
         pending: tuple[int, StepMetrics, dict[str, Any]] | None = None
@@ -178,7 +180,7 @@ class _Loop:
                     started = time.perf_counter()
                     raw = next(self.iterator)
                     batch = place_batch(raw, self.mesh)
-                    next_state, metrics = self.train_step(state, self.target_params, batch, self._features(raw, batch))
+                    next_state, metrics = self.train_step(state, self.target_params, batch, self._features(raw))
                     state, position, step = next_state, self.iterator.get_state(), step + 1
                     if pending is not None:
                         window.append(self._read(*pending))
@@ -207,18 +209,25 @@ class _Loop:
                 return state, False
         return state, True
 
-    def _features(self, raw: dict[str, Any], batch: Batch) -> Any:
+    def _features(self, raw: dict[str, Any]) -> Any:
+        """Kept target features of the rows, or None when the step computes them itself."""
         if self.config.train.features == "online":
             return None
-        ids = raw["id_B"].tolist()
-        if any(i not in self.kept_features for i in ids if i >= 0):
-            taps_BTM = np.asarray(self.features(self.target_params, batch)).astype(ml_dtypes.bfloat16)
-            for row, i in enumerate(ids):
-                self.kept_features[i] = taps_BTM[row, : raw["length_B"][row]].copy()
         width = raw["tokens_BT"].shape[1]
-        rows = [self.kept_features[i] for i in ids]
-        taps = np.stack([np.pad(row, ((0, width - len(row)), (0, 0))) for row in rows]).astype(np.float32)
-        return jax.device_put(taps, jax.sharding.NamedSharding(self.mesh, jax.P(("data", "fsdp"))))
+        taps_BTM = np.stack([self._row_features(raw, row, width) for row in range(len(raw["id_B"]))])
+        return jax.device_put(taps_BTM, jax.sharding.NamedSharding(self.mesh, BATCH))
+
+    def _row_features(self, raw: dict[str, Any], row: int, width: int) -> np.ndarray:
+        """Features of one row, [width, M] float32. They are computed alone, padded to the row's own bucket, so that they do not depend
+        on which rows it first came with: a resumed run sees the same bits."""
+        row_id, length = int(raw["id_B"][row]), int(raw["length_B"][row])
+        if row_id not in self.kept_features:
+            bucket = min(b for b in self.config.data.buckets if b >= length)
+            tokens_1T, mask_1T = (jnp.asarray(raw[name][row : row + 1, :bucket]) for name in ("tokens_BT", "loss_mask_BT"))
+            alone = Batch(tokens_1T, mask_1T, jnp.asarray([length], jnp.int32))
+            taps_1TM = np.asarray(self.features(self.target_params, alone))
+            self.kept_features[row_id] = taps_1TM[0, :length].astype(ml_dtypes.bfloat16)
+        return np.pad(self.kept_features[row_id], ((0, width - length), (0, 0))).astype(np.float32)
 
     def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}

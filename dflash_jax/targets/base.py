@@ -11,14 +11,22 @@ from dflash_jax.config import TargetConfig
 class Target(Protocol):
     """A frozen causal language model. All methods are pure functions of `params` and their arguments, usable under `jax.jit`.
 
-    A cache is any pytree. Rows are written at their positions; a query at position p sees the positions 0..p that were written last,
-    so decoding rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are padding:
-    nothing is written there and their outputs are ignored.
+    A cache is any pytree. Rows are written at their positions; a query at position p sees the positions 0..p that were written
+    last, so decoding rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are
+    padding: nothing is written there and their outputs are ignored.
     """
 
-    config: TargetConfig
-    params: Any
-    tokenizer: Any
+    @property
+    def config(self) -> TargetConfig:
+        """Sizes, stop tokens and context length."""
+
+    @property
+    def params(self) -> Any:
+        """A pytree of arrays."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A `Tokenizer`, or None; only text in and out needs it."""
 
     def init_cache(self, batch: int, capacity: int) -> Any:
         """An empty cache for `batch` rows of up to `capacity` positions."""
@@ -26,13 +34,18 @@ class Target(Protocol):
     def extend(
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: Any, taps: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], Any]:
-        """Append tokens at absolute positions: final hidden states (after the last norm), taps side by side (M = taps x D), cache."""
+        """Append tokens at absolute positions: hidden states after the last norm, taps side by side (M = taps x D), cache."""
 
     def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         """Token embeddings, float32."""
 
     def unembed(self, params: Any, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
         """Logits of final hidden states, float32."""
+
+
+@runtime_checkable
+class TrainableTarget(Target, Protocol):
+    """What training a drafter asks on top."""
 
     def head_kernel(self, params: Any) -> Float[Array, "V D"]:
         """The output embedding, for losses that never form all logits."""

@@ -114,7 +114,7 @@ class DenseTarget:
     def extend(
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], KVCache]:
-        """See `Target.extend`. Tap i is the output of decoder layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
+        """See `Target.extend`. Tap i is the output of layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
         model = nnx.merge(self.graphdef, params)

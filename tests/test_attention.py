@@ -1,0 +1,173 @@
+"""Both attentions against loops and against one dense softmax; what a block must not see."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import anchored_mask, dense_anchored_attention, loop_anchored_attention, loop_cached_attention
+
+from dflash_jax.attention import anchored_attention, cached_attention
+
+B, A, K, T, H, G, E = 2, 5, 4, 11, 4, 2, 8
+# Neighbouring anchors, an anchor with nothing before it, a block that hangs over the end, an anchor past the end.
+ANCHORS = np.array([[0, 1, 3, 4, 10], [2, 5, 6, 9, 12]], np.int32)
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def inputs(seed=0, batch=B, anchors=A, slots=K, context=T):
+    shapes = [(batch, anchors, slots, H, E)] + 2 * [(batch, G, context, E)] + 2 * [(batch, anchors, slots, G, E)]
+    q, *rest = (normal((seed, i), shape) for i, shape in enumerate(shapes))
+    return (3 * q, *rest)  # sharper than uniform
+
+
+def masks(anchors_BA=ANCHORS, **rule):
+    return np.stack([anchored_mask(anchors.tolist(), K, T, **rule) for anchors in anchors_BA])
+
+
+CASES = {
+    "full": (False, None, {}),
+    "full, chunks of 2, remat": (False, None, {"anchor_chunk": 2, "remat": True}),
+    "causal": (True, None, {"remat": True}),
+    "window 3, chunks of 3": (False, 3, {"anchor_chunk": 3}),
+    "window 6, causal": (True, 6, {"anchor_chunk": 5}),
+    "window 1": (False, 1, {}),
+}
+
+
+def with_gradients(function):
+    """Jitted: outputs and the gradients of all five inputs."""
+    weights, entropy_weights = normal(5, (B, A, K, H, E)), normal(6, (B, A))
+
+    def total(args, last):
+        out, entropy_BA = function(*args, last)
+        return (out * weights).sum() + (entropy_BA * entropy_weights).sum(), (out, entropy_BA)
+
+    def run(args, last):
+        (_, outs), grads = jax.value_and_grad(total, has_aux=True)(args, last)
+        return (*outs, *grads)
+
+    return jax.jit(run)
+
+
+dense = with_gradients(dense_anchored_attention)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_anchored_equals_one_dense_softmax_and_loops(case):
+    causal, window, execution = CASES[case]
+    args = inputs()
+    ours = partial(anchored_attention, causal=causal, window=window, dtype="float32", **execution)
+    got = with_gradients(ours)(args, jnp.asarray(ANCHORS))
+    for g, w in zip(got, dense(args, jnp.asarray(masks(causal=causal, window=window))), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    looped = loop_anchored_attention(*args, ANCHORS, causal=causal, window=window)
+    for g, w in zip(got[:2], looped, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_anchored_in_bfloat16_is_close():
+    args = inputs()
+    ours, _ = anchored_attention(*args, jnp.asarray(ANCHORS), causal=False, window=None, dtype="bfloat16")
+    wanted, _ = loop_anchored_attention(*args, ANCHORS, causal=False, window=None)
+    assert ours.dtype == jnp.float32
+    error = np.abs(np.asarray(ours) - wanted).max()
+    assert 1e-5 < error < 0.1
+
+
+@pytest.mark.parametrize("execution", [{}, {"anchor_chunk": 2, "remat": True}], ids=["whole", "chunks"])
+def test_a_block_depends_on_nothing_at_or_after_its_anchor_nor_on_other_blocks(execution):
+    """Each block's gradient is exactly zero there, and not zero at what it may read. Anchors are closer than a block."""
+    anchors_BA = jnp.asarray(ANCHORS[:1])
+    q, context_k, context_v, block_k, block_v = inputs(batch=1)
+    weights = normal(3, (1, A, K, H, E))
+
+    @jax.jit
+    def gradient(which_A):
+        def total(*sources):
+            out, entropy_BA = anchored_attention(q, *sources, anchors_BA, causal=False, window=None, dtype="float32", **execution)
+            return ((out * weights).sum((2, 3, 4)) * which_A[None]).sum() + (entropy_BA * which_A[None]).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2, 3))(context_k, context_v, block_k, block_v)
+
+    for a, anchor in enumerate(ANCHORS[0].tolist()):
+        context_k_grad, context_v_grad, *block_grads = (np.asarray(g[0]) for g in gradient(jax.nn.one_hot(a, A)))
+        for grad_GTE in (context_k_grad, context_v_grad):
+            assert (grad_GTE[:, anchor:] == 0).all()
+            assert (np.abs(grad_GTE[:, :anchor]).max(axis=-1) > 0).all()
+        for grad_AKGE in block_grads:
+            assert (np.delete(grad_AKGE, a, axis=0) == 0).all()
+            assert (np.abs(grad_AKGE[a]).max(axis=-1) > 0).all()
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 3)])
+def test_hidden_keys_may_hold_anything(causal, window):
+    """Wild context at and after the last anchor, and outside the window, changes not one bit."""
+    q, context_k, context_v, block_k, block_v = inputs()
+    anchors_BA = jnp.full((B, A), 6, jnp.int32)
+    attend = jax.jit(partial(anchored_attention, causal=causal, window=window, dtype="float32"))
+    wanted, _ = attend(q, context_k, context_v, block_k, block_v, anchors_BA)
+    first = 0 if window is None else 6 - window + 1
+    hidden_T = (np.arange(T) < first) | (np.arange(T) >= 6)
+    wild = jnp.asarray(np.where(hidden_T, 1e6, 0.0), jnp.float32)[None, None, :, None]
+    got, _ = attend(q, context_k + wild, context_v - wild, block_k, block_v, anchors_BA)
+    np.testing.assert_array_equal(got, wanted)
+    seen, _ = attend(q, context_k.at[:, :, 5].add(1.0), context_v, block_k, block_v, anchors_BA)
+    assert (np.abs(np.asarray(seen) - wanted).max(axis=(3, 4))[:, :, 0] > 0).all()
+
+
+def test_rows_and_blocks_do_not_change_one_another():
+    """Changing row 1 and block 3 leaves every other block's bits alone."""
+    args = inputs()
+    attend = jax.jit(partial(anchored_attention, causal=False, window=None, dtype="float32"))
+    wanted, _ = attend(*args, jnp.asarray(ANCHORS))
+    q, context_k, context_v, block_k, block_v = args
+    got, _ = attend(q, context_k.at[1].add(1), context_v.at[1].add(1), block_k.at[0, 3].add(1), block_v, jnp.asarray(ANCHORS))
+    same = np.ones((B, A), bool)
+    same[1], same[0, 3] = False, False
+    changed = np.abs(np.asarray(got) - wanted).max(axis=(2, 3, 4))
+    assert (changed[same] == 0).all()
+    assert (changed[~same] > 0).all()
+
+
+def test_large_scores_stay_finite():
+    args = tuple(100 * x for x in inputs())
+
+    def total(*args):
+        out, entropy_BA = anchored_attention(*args, jnp.asarray(ANCHORS), causal=False, window=None, dtype="float32")
+        return out.sum() + entropy_BA.sum()
+
+    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*args)
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cached attention
+
+
+def cached_inputs():
+    return 2 * normal(10, (2, 3, H, E)), normal(11, (2, G, 7, E)), normal(12, (2, G, 7, E))
+
+
+def test_cached_equals_loops():
+    args = cached_inputs()
+    positions_BT = np.array([[0, 3, 6], [2, 5, 1]], np.int32)  # rows at different lengths, positions in any order
+    ours = cached_attention(*args, jnp.asarray(positions_BT), "float32")
+    np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT), rtol=1e-5, atol=1e-5)
+
+
+def test_cached_rows_that_see_nothing_stay_finite():
+    """Padding stands at position -1. Its output means nothing, but it must be finite, forward and backward."""
+    positions_BT = jnp.asarray([[-1, 0, 1], [-1, -1, -1]], jnp.int32)
+
+    def total(*args):
+        return (cached_attention(*args, positions_BT, "float32") ** 2).sum()
+
+    value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(*cached_inputs())
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in grads)

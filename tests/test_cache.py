@@ -1,0 +1,78 @@
+"""Where cache rows are written, and that what lies past a query is never read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import CONTEXT, TAPS, VOCAB, dense_target
+
+from dflash_jax.cache import init_cache, write
+
+B, G, C, E = 3, 2, 7, 4
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def test_init_cache():
+    cache = init_cache(3, B, C, G, E, "bfloat16")
+    assert (len(cache.keys), len(cache.values), cache.capacity) == (3, 3, C)
+    for layer in (*cache.keys, *cache.values):
+        assert (layer.shape, layer.dtype) == ((B, G, C, E), jnp.bfloat16)
+        assert not layer.any()
+    ours = {layer.unsafe_buffer_pointer() for layer in (*cache.keys, *cache.values)}
+    assert len(ours) == 6, "layers share a buffer: donating one would take another"
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [[0, 1], [3, 4], [5, 6]],
+        [[-1, 0], [6, 7], [7, 8]],  # padding before, the edge, past the edge: dropped, neither clamped nor wrapped
+        [[-7, -8], [100, -100], [2**31 - 1, -(2**31)]],
+        [[4, 2], [2, 4], [0, 6]],  # in any order
+    ],
+)
+def test_write_puts_rows_at_their_positions(positions):
+    cache, new = normal(0, (B, G, C, E)), normal(1, (B, 2, G, E))
+    got = jax.jit(write)(cache, new, jnp.asarray(positions, jnp.int32))
+    wanted = np.array(cache)
+    for b in range(B):
+        for t, position in enumerate(positions[b]):
+            if 0 <= position < C:
+                wanted[b, :, position] = new[b, t]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_write_casts_to_the_cache():
+    got = write(jnp.zeros((1, G, C, E), jnp.bfloat16), normal(1, (1, 1, G, E)), jnp.asarray([[2]], jnp.int32))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[0, :, 2], normal(1, (1, 1, G, E))[0, 0].astype(jnp.bfloat16))
+
+
+@jax.jit
+def extend(tokens, positions, cache):
+    target = dense_target()
+    hidden, taps, cache = target.extend(target.params, tokens, positions, cache, TAPS)
+    return hidden, taps, cache
+
+
+@pytest.mark.parametrize("rejected", [1, 3, 6])
+def test_rejecting_is_only_continuing_from_an_earlier_position(rejected):
+    """Rows reject different numbers of tokens; what was written for them leaves not one bit in later outputs."""
+    random = np.random.default_rng(rejected)
+    width = 8
+    text = jnp.asarray(random.integers(0, VOCAB, (2, 3 * width)), jnp.int32)
+    steps = jnp.arange(width, dtype=jnp.int32)[None]
+    cut = jnp.asarray([width - rejected, width], jnp.int32)[:, None]  # row 1 rejects nothing
+    cache = dense_target().init_cache(2, CONTEXT)
+    _, _, cache = extend(text[:, :width], jnp.broadcast_to(steps, (2, width)), cache)
+    later = jnp.take_along_axis(text, cut + steps, axis=1)
+    junk = jnp.asarray(random.integers(0, VOCAB, (2, width)), jnp.int32)
+    _, _, spoiled = extend(junk, cut + steps, cache)
+    clean = extend(later, cut + steps, cache)
+    after_junk = extend(later, cut + steps, spoiled)
+    for got, want in zip(after_junk[:2], clean[:2], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert np.abs(np.asarray(spoiled.keys[0]) - np.asarray(clean[2].keys[0])).max() > 0

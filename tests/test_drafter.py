@@ -1,0 +1,192 @@
+"""The drafter against float64 formulas, its two verbs against its training pass, and the kinds of drafter there are."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter
+
+from dflash_jax.drafter import Drafter, Execution
+
+B, T, C = 2, 14, 16
+# Neighbours, the first position, blocks over the end of the context.
+ANCHORS = np.array([[0, 1, 4, 5, 9], [2, 3, 7, 12, 14]], np.int32)
+VARIANTS = {
+    "plain": {},
+    "windows, causal, biases": {"sliding_window": (4, None), "causal": (True, False), "attention_bias": True},
+    "own tables, another width": {
+        "draft_hidden_dim": 8,
+        "own_embedding": True,
+        "own_head": True,
+        "sliding_window": (None, 3),
+        "num_heads": 2,
+        "head_dim": 12,
+    },
+}
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def inputs(drafter, length=T):
+    width = drafter.config.draft_hidden_dim
+    return normal(1, (B, length, len(TAPS) * HIDDEN)), normal(2, (B, ANCHORS.shape[1], BLOCK, width))
+
+
+@partial(jax.jit, static_argnames=("drafter", "chunk", "remat"))
+def forward(params, taps, anchors, block, key, drafter, chunk, remat):
+    return drafter.forward(params, taps, anchors, block, Execution(chunk, remat, key))
+
+
+def run(drafter, taps, block, *, key=None, chunk=None, remat=False):
+    return forward(drafter.params, taps, jnp.asarray(ANCHORS), block, key, drafter=drafter, chunk=chunk, remat=remat)
+
+
+@partial(jax.jit, static_argnames="drafter")
+def verbs(params, taps, extend_positions, block, positions, cache, drafter):
+    for part in (slice(0, 5), slice(5, T)):  # as decoding does: piece by piece
+        cache = drafter.extend_context(params, taps[:, part], extend_positions[:, part], cache)
+    return drafter.propose(params, block, positions, cache)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_pass_equals_formulas_and_equals_the_two_verbs(name):
+    """Every anchored block is what decoding computes at that anchor: only the taps before it in the cache, one block proposed."""
+    drafter = dense_drafter(**VARIANTS[name])
+    taps, block = inputs(drafter)
+    hidden, entropies = run(drafter, taps, block)
+    for b, a in np.ndindex(*ANCHORS.shape):
+        wanted = reference.draft_hidden(drafter.params, drafter.config, taps[b], int(ANCHORS[b, a]), block[b, a])
+        np.testing.assert_allclose(hidden[b, a], wanted, rtol=1e-3, atol=1e-4, err_msg=f"anchor {ANCHORS[b, a]}")
+    assert len(entropies) == 2
+    assert all(e.shape == ANCHORS.shape and (np.asarray(e) > 0).all() for e in entropies)
+
+    rows = ANCHORS.size  # one row an anchor; what the cache holds elsewhere is noise, as rejected rounds leave it
+    noise = jax.tree.map(lambda x: normal(3, x.shape), drafter.init_cache(rows, C))
+    anchors_R = ANCHORS.reshape(-1)
+    taps_RTM = jnp.repeat(taps, ANCHORS.shape[1], axis=0)
+    extended = np.where(np.arange(T)[None] < anchors_R[:, None], np.arange(T)[None], -1).astype(np.int32)
+    positions = (anchors_R[:, None] + np.arange(BLOCK)[None]).astype(np.int32)
+    flat = block.reshape(rows, BLOCK, -1)
+    got = verbs(drafter.params, taps_RTM, jnp.asarray(extended), flat, jnp.asarray(positions), noise, drafter=drafter)
+    np.testing.assert_allclose(got, hidden.reshape(rows, BLOCK, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_depends_on_no_feature_at_or_after_its_anchor():
+    """Through the whole model: the gradient is exactly zero there and nonzero before, though the blocks overlap."""
+    drafter = dense_drafter()
+    taps, block = inputs(drafter)
+    weights = normal(4, block.shape)
+
+    @jax.jit
+    def gradient(which_BA):
+        def total(taps):
+            hidden, _ = drafter.forward(drafter.params, taps, jnp.asarray(ANCHORS), block, Execution(2, True))
+            return (hidden * weights * which_BA[:, :, None, None]).sum()
+
+        return jax.grad(total)(taps)
+
+    for a in range(ANCHORS.shape[1]):
+        grad_BT = np.abs(np.asarray(gradient(jnp.zeros(ANCHORS.shape).at[:, a].set(1.0)))).max(-1)
+        for b in range(B):
+            assert (grad_BT[b, ANCHORS[b, a] :] == 0).all()
+            assert (grad_BT[b, : ANCHORS[b, a]] > 0).all()
+
+
+def test_how_it_is_run_does_not_change_the_result():
+    """Chunks, remat, padding of the row after the last anchor."""
+    drafter = dense_drafter()
+    taps, block = inputs(drafter)
+    wanted, wanted_entropies = run(drafter, taps, block)
+    padded = jnp.concatenate([taps, 1e3 * normal(9, (B, 3, taps.shape[-1]))], axis=1)
+    for got in (run(drafter, taps, block, chunk=2, remat=True), run(drafter, padded, block)):
+        np.testing.assert_allclose(got[0], wanted, rtol=1e-4, atol=1e-5)
+        for g, w in zip(got[1], wanted_entropies, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_make_slots_differ():
+    """Mask slots have equal inputs, so at one position they would draft one token; at their own positions they do not."""
+    drafter = dense_drafter()
+    taps, _ = inputs(drafter)
+    block = jnp.broadcast_to(normal(5, (1, 1, HIDDEN)), (B, BLOCK, HIDDEN))
+    context = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+    cache, own = drafter.init_cache(B, C), jnp.broadcast_to(jnp.arange(9, 9 + BLOCK, dtype=jnp.int32)[None], (B, BLOCK))
+
+    def between(positions):
+        hidden = np.asarray(verbs(drafter.params, taps, context, block, positions, cache, drafter=drafter))
+        return min(np.abs(hidden[:, i] - hidden[:, j]).max() for i in range(BLOCK) for j in range(i))
+
+    assert between(own) > 1e-2
+    assert between(jnp.full((B, BLOCK), 9, jnp.int32)) < 1e-5
+
+
+def test_block_inputs():
+    """[anchor, mask, ..., mask] from the target's table, from an own table, and with a learned mask."""
+    table = normal(6, (VOCAB, HIDDEN))
+    anchors = jnp.asarray([[3, 7], [0, MASK]], jnp.int32)
+
+    def check(drafter, rows, mask):
+        block = np.asarray(drafter.embed_block(drafter.params, anchors, BLOCK, lambda tokens: table[tokens]))
+        assert block.shape == (2, 2, BLOCK, rows.shape[1])
+        np.testing.assert_array_equal(block[:, :, 0], rows[anchors])
+        np.testing.assert_array_equal(block[:, :, 1:], np.broadcast_to(mask, block[:, :, 1:].shape))
+
+    check(dense_drafter(), table, table[MASK])
+    own = dense_drafter(own_embedding=True, own_head=True, draft_hidden_dim=8)
+    check(own, own.params["embed_tokens"][...], own.params["embed_tokens"][...][MASK])
+    learned = dense_drafter(learned_mask_embedding=True, mask_token_id=None)
+    assert learned.params["mask_embedding"][...].shape == (HIDDEN,)
+    check(learned, table, learned.params["mask_embedding"][...])
+
+
+def test_head():
+    hidden = normal(7, (2, BLOCK, HIDDEN))
+    borrowed = dense_drafter().unembed(dense_drafter().params, hidden, lambda x: 2 * x)
+    np.testing.assert_array_equal(borrowed, 2 * hidden)
+    own = dense_drafter(own_head=True)
+    wanted = np.asarray(hidden, np.float64) @ np.asarray(own.params["lm_head"][...], np.float64).T
+    np.testing.assert_allclose(own.unembed(own.params, hidden, None), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_the_config_owns_exists():
+    assert {"embed_tokens", "lm_head", "mask_embedding"}.isdisjoint(dense_drafter().params.keys())
+    assert {"embed_tokens", "lm_head"} <= dense_drafter(own_embedding=True, own_head=True).params.keys()
+
+
+def test_dropout():
+    """Off without a key; with one, drawn anew for every key, layer and place, and of mean one."""
+    drafter, plain = dense_drafter(dropout=0.4), dense_drafter()
+    taps, block = inputs(drafter)
+    wanted, _ = run(plain, taps, block)
+    np.testing.assert_array_equal(run(drafter, taps, block)[0], wanted)
+    first, again, other = (run(drafter, taps, block, key=jax.random.key(i))[0] for i in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(np.asarray(first) - wanted).max() > 0.1
+    assert np.abs(np.asarray(first) - other).max() > 0.1
+    ones, draws = jnp.ones((4000,)), []
+    for layer in drafter.model(drafter.params).layers:
+        draws += [np.asarray(layer._drop(ones, Execution(dropout_key=jax.random.key(0)), place)) for place in (0, 1)]
+    for i, x in enumerate(draws):
+        np.testing.assert_allclose(np.unique(x), [0, 1 / 0.6], rtol=1e-6)
+        assert abs(x.mean() - 1) < 0.07
+        assert all((x != y).mean() > 0.3 for y in draws[:i])
+
+
+def test_as_a_static_argument_it_stands_for_its_config():
+    one, other = dense_drafter(1), dense_drafter(2)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != dense_drafter(temperature=0.5)
+    assert dense_drafter() != object()
+
+
+def test_random_parameters_have_the_shapes_of_the_abstract_module():
+    own = {"own_embedding": True, "own_head": True, "learned_mask_embedding": True}
+    made = jax.eval_shape(lambda: Drafter.random(jax.random.key(0), dataclasses.replace(DRAFTER, **own)).params)
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, dense_drafter(**own).params)

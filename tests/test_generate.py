@@ -1,0 +1,393 @@
+"""`generate` equals plain decoding and a Python loop without caches, token for token, whatever drafts and however it is batched."""
+
+import dataclasses
+import inspect
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import reference
+from tiny_models import (
+    BLOCK,
+    CONTEXT,
+    DRAFTER,
+    MASK,
+    VOCAB,
+    constant_drafter,
+    dense_drafter,
+    dense_target,
+    random_prompt,
+    scripted_drafter,
+    table_target,
+)
+
+from dflash_jax.decode import decode, prefill
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError, PromptError
+from dflash_jax.generate import generate, start, stream
+
+NO_STOP = ()
+
+
+@cache
+def dense_twin():
+    return reference.from_scratch(dense_target(), dense_drafter())
+
+
+@cache
+def table_twin():
+    return reference.from_scratch(table_target(), dense_drafter())
+
+
+def script_of(drafter, row=0):
+    """A scripted drafter's draft, in Python."""
+    script, good = (np.asarray(drafter.params[name][row]) for name in ("script_BL", "good_B"))
+
+    def draft(text):
+        return [int(script[len(text) - 1 + k] + (k > good)) % VOCAB for k in range(1, BLOCK)]
+
+    return draft
+
+
+def assert_row(out, row, wanted):
+    """Tokens, reason and the acceptance of one row, against the Python loop."""
+    assert out.tokens[row] == wanted.tokens
+    assert out.finish_reason[row] == wanted.reason
+    stats = out.stats.rows[row]
+    if wanted.histogram:
+        assert (stats.rounds, list(stats.accepted_histogram)) == (wanted.rounds, wanted.histogram)
+    assert stats.emitted == len(wanted.tokens) - 1
+    assert sum(stats.accepted_histogram) == stats.rounds
+    assert stats.accepted == sum(k * n for k, n in enumerate(stats.accepted_histogram))
+    assert stats.drafted == stats.rounds * (len(stats.accepted_histogram) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real model
+
+DENSE_PROMPTS = [random_prompt(length, length) for length in (1, 5, 6, 12)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "random", "constant", "perfect"])
+def test_dense_target_equals_recomputing_everything(kind):
+    """Unequal rows in one batch: 1 token, a block less one, a block, two blocks."""
+    next_token, draft, _ = dense_twin()
+    plain = [reference.plain(next_token, prompt, 2 * BLOCK + 3) for prompt in DENSE_PROMPTS]
+    assert len({tuple(answer.tokens) for answer in plain}) == 4
+    drafter = {
+        "plain": lambda: None,
+        "random": dense_drafter,
+        "constant": lambda: constant_drafter(plain[0].tokens[3], rows=4),
+        "perfect": lambda: scripted_drafter([p + a.tokens for p, a in zip(DENSE_PROMPTS, plain, strict=True)]),
+    }[kind]()
+    out = generate(dense_target(), drafter, DENSE_PROMPTS, 2 * BLOCK + 3, stop_token_ids=NO_STOP)
+    for row, prompt in enumerate(DENSE_PROMPTS):
+        rule = draft if kind == "random" else script_of(drafter, row) if drafter else lambda text: []
+        block = BLOCK if drafter else 1
+        wanted = reference.speculative(next_token, rule, prompt, 2 * BLOCK + 3, block)
+        assert wanted.tokens == plain[row].tokens
+        assert_row(out, row, wanted)
+    taus = {"plain": 1.0, "perfect": (2 * BLOCK + 2) / 3}  # 14 tokens after the first: 6, 6 and the 2 that are left
+    if kind in taus:
+        assert out.stats.acceptance_length == pytest.approx(taus[kind])
+
+
+def test_dense_rows_equal_their_own_runs_and_ignore_their_neighbours():
+    together = generate(dense_target(), dense_drafter(), DENSE_PROMPTS, 15)
+    for row, prompt in enumerate(DENSE_PROMPTS):
+        assert generate(dense_target(), dense_drafter(), [prompt], 15).tokens[0] == together.tokens[row]
+    others = [random_prompt(50 + row, 3 + row) for row in range(4)]
+    others[2] = DENSE_PROMPTS[2]
+    assert generate(dense_target(), dense_drafter(), others, 15).tokens[2] == together.tokens[2]
+
+
+# Draws compare in float64 with float32 noise; a near-tie of the two could flip, but not with these seeds.
+SAMPLING = [
+    {"temperature": 0.7},
+    {"temperature": 1.3},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.6, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=str)
+def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
+    """Row r draws with seed + r, keyed by position, so drafts change nothing; and both are what the law and the keys say."""
+    _, _, logits = dense_twin()
+    outs = [
+        generate(dense_target(), drafter, DENSE_PROMPTS, 12, seed=5, **options)
+        for drafter in (None, dense_drafter(), dense_drafter(temperature=0.8))
+    ]
+    assert outs[0].tokens == outs[1].tokens == outs[2].tokens
+    assert outs[0].tokens != generate(dense_target(), None, DENSE_PROMPTS, 12, seed=6, **options).tokens
+    for row in (0, 3):
+        wanted = reference.plain(
+            lambda text, row=row: reference.keyed_draw(logits(text), 5 + row, len(text), **options), DENSE_PROMPTS[row], 12
+        )
+        assert outs[0].tokens[row] == wanted.tokens
+
+
+def test_own_head_embedding_and_learned_mask_decode():
+    """A drafter of another width with everything its own: same text, and its own drafts are what the Python loop drafts."""
+    drafter = dense_drafter(draft_hidden_dim=8, own_embedding=True, own_head=True, learned_mask_embedding=True, mask_token_id=None)
+    next_token, draft, _ = reference.from_scratch(dense_target(), drafter)
+    prompt = DENSE_PROMPTS[1]
+    assert_row(generate(dense_target(), drafter, [prompt], 9), 0, reference.speculative(next_token, draft, prompt, 9, BLOCK))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rigged target: every length, stop and cap
+
+
+def texts_of(target, prompts, length=60):
+    return [prompt + reference.plain(target.next_token, prompt, length).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["random", "constant", "perfect", "half"])
+@pytest.mark.parametrize("length", range(1, 2 * BLOCK + 1))
+def test_prompt_lengths(kind, length):
+    target, prompt = table_target(), random_prompt(100 + length, length)
+    text = texts_of(target, [prompt])[0]
+    drafter = {
+        "random": dense_drafter,
+        "constant": lambda: constant_drafter(text[length + 1]),
+        "perfect": lambda: scripted_drafter([text]),
+        "half": lambda: scripted_drafter([text], good=[2]),
+    }[kind]()
+    draft = table_twin()[1] if kind == "random" else script_of(drafter)
+    out = generate(target, drafter, [prompt], 20)
+    assert_row(out, 0, reference.speculative(target.next_token, draft, prompt, 20, BLOCK))
+    assert out.tokens[0] == text[length : length + 20]
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 3 * BLOCK + 2))
+def test_every_length_cap(max_new_tokens):
+    """Exactly as many tokens as asked; a perfect drafter commits a block a round, a useless one a token."""
+    target, prompt = table_target(), random_prompt(1, 7)
+    text = texts_of(target, [prompt])[0]
+    wanted = text[7 : 7 + max_new_tokens]
+    rounds = {"perfect": math.ceil((max_new_tokens - 1) / BLOCK), "useless": max_new_tokens - 1}
+    for kind, good in (("perfect", BLOCK), ("useless", 0)):
+        out = generate(target, scripted_drafter([text], good=[good]), [prompt], max_new_tokens)
+        assert (out.tokens[0], out.finish_reason) == (wanted, ["length"])
+        assert out.stats.pooled.rounds == rounds[kind]
+    assert generate(target, None, [prompt], max_new_tokens).tokens[0] == wanted
+
+
+STOP = 33
+
+
+@pytest.mark.parametrize("cap", range(1, 11))
+@pytest.mark.parametrize("good", [BLOCK, 2, 0])
+def test_stop_at_every_place_against_every_cap(cap, good):
+    """The stop stands at position 9, so rows of 2..9 tokens write it as their 8th..1st: at every slot, and as the prefill token.
+
+    The earlier of stop and cap wins, nothing follows a stop, and a stop at the cap is a stop.
+    """
+    target = table_target({9: STOP})
+    prompts = [[1 + token % 30 for token in random_prompt(200 + length, length)] for length in range(2, 10)]
+    texts = texts_of(target, prompts)
+    drafter = scripted_drafter(texts, good=[good] * 8)
+    out = generate(target, drafter, prompts, cap, stop_token_ids=[STOP, 61 + STOP])
+    reasons = set()
+    for row, prompt in enumerate(prompts):
+        wanted = reference.speculative(target.next_token, script_of(drafter, row), prompt, cap, BLOCK, stops=(STOP,))
+        assert wanted.tokens == reference.plain(target.next_token, prompt, cap, stops=(STOP,)).tokens
+        assert_row(out, row, wanted)
+        reasons.add((wanted.reason, len(wanted.tokens)))
+    assert ("stop", 1) in reasons
+
+
+def test_stop_sets():
+    """The target's own stops by default, each alone; the caller's instead; none at all; a stop inside the prompt is text."""
+    prompt = [4, 11, 12, 5]
+    target = table_target({6: 11, 9: 12}, stop_token_ids=(12, 11))
+    text = texts_of(table_target({6: 11, 9: 12}), [prompt])[0]
+    assert text[4] not in (11, 12)
+    drafter = scripted_drafter([text])
+
+    def run(stops):
+        out = generate(target, drafter, [prompt], 10, stop_token_ids=stops)
+        return len(out.tokens[0]), out.finish_reason[0]
+
+    assert run(None) == (3, "stop")
+    assert run([12]) == (6, "stop")
+    assert run([]) == (10, "length")
+    assert run([11, *range(100, 112)]) == (3, "stop")  # more stops than one bucket of 8
+
+
+@pytest.mark.parametrize("good", [BLOCK, 1])
+def test_mask_token_as_text_is_kept(good):
+    """The target may write the mask token, once, or again and again."""
+    for script in ({8: MASK}, {position: MASK for position in range(7, 25)}):
+        target, prompt = table_target(script), random_prompt(3, 6)
+        text = texts_of(target, [prompt])[0]
+        drafter = scripted_drafter([text], good=[good])
+        out = generate(target, drafter, [prompt], 20)
+        assert MASK in out.tokens[0]
+        assert_row(out, 0, reference.speculative(target.next_token, script_of(drafter), prompt, 20, BLOCK))
+
+
+@pytest.mark.parametrize("new", [109, 110, 111])
+@pytest.mark.parametrize("good", [BLOCK, 3])
+def test_capacity_edge(new, good):
+    """12 + 110 + one block fill 128 cache slots to the last; one token more takes the next size."""
+    target, prompt = table_target(max_position=512), random_prompt(5, 12)
+    text = texts_of(target, [prompt], 130)[0]
+    out = generate(target, scripted_drafter([text], good=[good]), [prompt], new)
+    assert out.tokens[0] == text[12 : 12 + new]
+    state, _ = start(target, scripted_drafter([text]), [prompt], new)
+    assert state.tokens_BL.shape == (1, 128 if new <= 110 else 256)
+
+
+@pytest.mark.parametrize("length", [1, 100, CONTEXT - 2, CONTEXT - 1])
+def test_context_edge(length):
+    """An answer ends where the context does, with "length"; asking for more tokens than memory could hold costs nothing."""
+    target, prompt = table_target(), random_prompt(6, length)
+    text = texts_of(target, [prompt], CONTEXT)[0]
+    for drafter in (scripted_drafter([text]), scripted_drafter([text], good=[2]), None):
+        out = generate(target, drafter, [prompt], 2**40)
+        assert (out.tokens[0], out.finish_reason[0]) == (text[length:CONTEXT], "length")
+    state, _ = start(target, None, [prompt], 2**40)
+    assert state.tokens_BL.shape[1] <= 256
+
+
+@pytest.mark.parametrize("rows", range(1, 6))
+def test_batches_equal_single_runs(rows):
+    """Every batch size (spare rows fill it up to a power of two), unequal rows that stop and accept differently."""
+    target = table_target({20: STOP})
+    prompts = [random_prompt(300 + row, 2 + 3 * row) for row in range(rows)]
+    texts = texts_of(target, prompts)
+    good = [0, 1, BLOCK - 2, BLOCK - 1, 3][:rows]
+    out = generate(target, scripted_drafter(texts, good=good), prompts, 17, stop_token_ids=[STOP])
+    for row, prompt in enumerate(prompts):
+        alone_drafter = scripted_drafter([texts[row]], good=[good[row]])
+        alone = generate(target, alone_drafter, [prompt], 17, stop_token_ids=[STOP])
+        assert (out.tokens[row], out.finish_reason[row]) == (alone.tokens[0], alone.finish_reason[0])
+        assert out.stats.rows[row] == alone.stats.rows[0]
+    assert len(out.tokens) == len(out.stats.rows) == rows
+    pooled, singles = out.stats.pooled, out.stats.rows
+    for name in ("rounds", "drafted", "accepted", "emitted"):
+        assert getattr(pooled, name) == sum(getattr(row, name) for row in singles)
+    assert out.stats.acceptance_length == pooled.emitted / pooled.rounds
+    assert out.stats.acceptance_length_macro == pytest.approx(np.mean([row.emitted / row.rounds for row in singles]))
+    shares = pooled.accepted_per_position
+    assert len(shares) == BLOCK - 1
+    assert list(shares) == sorted(shares, reverse=True)
+    assert sum(shares) * pooled.rounds == pytest.approx(pooled.accepted)
+
+
+def test_a_request_after_a_longer_one_is_like_a_first_one():
+    target, drafter = dense_target(), dense_drafter()
+    prompt = DENSE_PROMPTS[1]
+    fresh = generate(target, drafter, [prompt], 15)
+    generate(target, drafter, [random_prompt(8, 16)], 100)
+    again = generate(target, drafter, [prompt], 15)
+    assert again == fresh
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_smaller_blocks_than_trained(block_size):
+    target, prompt = table_target(), random_prompt(9, 5)
+    text = texts_of(target, [prompt])[0]
+    out = generate(target, scripted_drafter([text]), [prompt], 13, block_size=block_size)
+    assert out.tokens[0] == text[5:18]
+    assert out.stats.pooled.rounds == 12 // block_size
+    assert out.stats.acceptance_length == block_size
+
+
+def test_no_round_has_no_acceptance_length():
+    out = generate(table_target(), constant_drafter(3), [[1, 2, 3]], 1)
+    assert out.stats.pooled.rounds == 0
+    assert math.isnan(out.stats.acceptance_length)
+    assert math.isnan(out.stats.acceptance_length_macro)
+    assert all(math.isnan(x) for x in out.stats.pooled.accepted_per_position)
+
+
+@pytest.mark.parametrize("new", [1, 2, 40])
+def test_stream_equals_generate(new):
+    target, prompt = table_target({30: STOP}), random_prompt(4, 9)
+    drafter = scripted_drafter(texts_of(target, [prompt]), good=[1])
+    *pieces, last = stream(target, drafter, prompt, max_new_tokens=new, stop_token_ids=[STOP])
+    assert last == generate(target, drafter, [prompt], new, stop_token_ids=[STOP])
+    assert [token for piece in pieces for token in piece] == last.tokens[0]
+    assert all(pieces)
+    assert len(pieces[0]) == 1
+    assert len(pieces) == {1: 1, 2: 2, 40: 4}[new]  # 21 tokens after the first, 2 a round, 4 rounds a piece
+
+
+def test_nothing_compiles_twice_within_a_bucket():
+    """Other prompts, lengths, caps, seeds, stops and parameters of the same shapes run the programs that are there."""
+    target, drafter = table_target(), constant_drafter(3)
+    sampled = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 1}
+    generate(target, drafter, [[1, 2, 3]], 5)
+    generate(target, drafter, [[1, 2, 3]], 5, **sampled)
+    before = prefill._cache_size(), decode._cache_size()
+    for length, new in ((1, 1), (7, 90), (16, 106)):
+        generate(target, drafter, [random_prompt(length, length)], new, stop_token_ids=[length])
+        generate(table_target({9: 4}), constant_drafter(4), [random_prompt(length, length)], new)
+        generate(target, drafter, [[5] * length], new, temperature=1.5, top_k=0, min_p=0.1, seed=7)
+    assert (prefill._cache_size(), decode._cache_size()) == before
+    generate(target, drafter, [[1] * 33], 5)  # the count does count
+    assert prefill._cache_size() == before[0] + 1
+    assert decode._cache_size() == before[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def other(**changes):
+    """A drafter whose config does not fit; its parameters are never looked at."""
+    return Drafter(dataclasses.replace(DRAFTER, **changes), ())
+
+
+LONG = [1] * CONTEXT
+BAD = {
+    "no prompts": (lambda: {"prompts": []}, PromptError, "there is no prompt"),
+    "empty prompt": (lambda: {"prompts": [[1], []]}, PromptError, "prompt 1 is empty"),
+    "id too large": (
+        lambda: {"prompts": [[1], [2, VOCAB]]},
+        PromptError,
+        f"prompt 1 holds the token id {VOCAB}: ids lie in 0..{VOCAB - 1}",
+    ),
+    "negative id": (lambda: {"prompts": [[3, -1]]}, PromptError, "prompt 0 holds the token id -1"),
+    "too long": (
+        lambda: {"prompts": [LONG]},
+        PromptError,
+        f"prompt 0 has {CONTEXT} tokens; the context has room for {CONTEXT - 1}",
+    ),
+    "no tokens": (lambda: {"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
+    "block too small": (lambda: {"block_size": 1}, ConfigError, f"block_size is 1: .* 2..{BLOCK} slots"),
+    "block too large": (lambda: {"block_size": BLOCK + 1}, ConfigError, f"block_size is {BLOCK + 1}"),
+    "temperature": (lambda: {"temperature": -1.0}, ConfigError, "temperature is -1.0"),
+    "top_k": (lambda: {"top_k": -2}, ConfigError, "top_k is -2"),
+    "top_p": (lambda: {"top_p": 0.0}, ConfigError, "top_p is 0.0"),
+    "min_p": (lambda: {"min_p": 1.0}, ConfigError, "min_p is 1.0"),
+    "seed": (lambda: {"seed": -1}, ConfigError, "seed is -1"),
+    "width": (lambda: {"drafter": other(target_hidden_dim=8, draft_hidden_dim=8)}, ConfigError, "target_hidden_dim is 8 but .* 16"),
+    "vocabulary": (lambda: {"drafter": other(vocab_size=62)}, ConfigError, "vocab_size is 62 but the target has 61"),
+    "depth": (lambda: {"drafter": other(num_target_layers=4)}, ConfigError, "num_target_layers is 4 but the target has 3"),
+    "mask stops": (
+        lambda: {"target": table_target(stop_token_ids=(MASK,))},
+        ConfigError,
+        f"mask_token_id {MASK} is a stop or pad token",
+    ),
+    "mask pads": (lambda: {"target": table_target(pad_token_id=MASK)}, ConfigError, f"mask_token_id {MASK} is a stop or pad token"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name):
+    changes, error, message = BAD[name]
+    good = {"target": table_target(), "drafter": constant_drafter(1), "prompts": [[1, 2]], "max_new_tokens": 3}
+    before = prefill._cache_size()
+    with pytest.raises(error, match=message):
+        generate(**(good | changes()))
+    assert prefill._cache_size() == before, "refused before anything ran"
+
+
+def test_unknown_verify_rule_is_refused():
+    with pytest.raises(ConfigError, match="verify 'guess' is unknown"):
+        inspect.unwrap(start)(table_target(), None, [[1]], verify="guess")  # the type checker of the tests would object first

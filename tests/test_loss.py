@@ -1,0 +1,198 @@
+"""Losses against numpy and against plain automatic differentiation of whole logits."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from dflash_jax.loss import dflash_loss, head_loss, sample_vocabulary
+
+B, A, K, D, V, GAMMA = 2, 3, 5, 8, 19, 2.5
+
+
+def case(seed=0):
+    """Hidden states, a head, labels (some of them hit), and supervision with holes: inside a block, a whole block, slot 0."""
+    random = np.random.default_rng(seed)
+    hidden = random.standard_normal((B, A, K, D))
+    head = random.standard_normal((V, D))
+    labels = (hidden @ head.T).argmax(-1)
+    missed = random.random(labels.shape) < 0.3
+    labels = np.where(missed, random.integers(0, V, labels.shape), labels)
+    supervised = np.ones((B, A, K), bool)
+    supervised[0, 1, 2] = supervised[1, 0, 1:] = supervised[1, 2, 4] = supervised[0, 2, 0] = False
+    floats = [jnp.asarray(x, jnp.float32) for x in (hidden, head)]
+    return *floats, jnp.asarray(labels, jnp.int32), jnp.asarray(supervised)
+
+
+def assert_sums(sums, logits, labels, supervised, gamma=GAMMA):
+    wanted, correct_K, count_K = reference.loss(logits, labels, supervised, gamma)
+    assert wanted.accepted > 3
+    assert wanted.blocks == B * A - 1
+    for name, value in dataclasses.asdict(wanted).items():
+        np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(sums.correct_K, correct_K)
+    np.testing.assert_array_equal(sums.count_K, count_K)
+    np.testing.assert_allclose(sums.loss, wanted.weighted / wanted.weight, rtol=1e-5)
+    np.testing.assert_allclose(sums.unweighted_loss, wanted.unweighted / wanted.slots, rtol=1e-5)
+    np.testing.assert_allclose(sums.acceptance_length, 1 + wanted.accepted / wanted.blocks, rtol=1e-6)
+
+
+run_head = jax.jit(head_loss, static_argnames=("frozen", "logit_chunk", "dtype"))
+
+
+def value_and_gradient(hidden, head, labels, supervised, candidates=None, **options):
+    """The sums, and gradients of the weighted sum towards hidden states and head."""
+
+    def weighted(hidden, head):
+        sums = run_head(hidden, head, labels, supervised, GAMMA, dtype="float32", candidates=candidates, **options)
+        return 3.0 * sums.weighted, sums  # not 1: a custom gradient must use the cotangent
+
+    return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, head)
+
+
+@pytest.mark.parametrize("gamma", [GAMMA, 100.0])
+def test_whole_logits_equal_numpy(gamma):
+    hidden, head, labels, supervised = case()
+    logits = hidden @ head.T
+    assert_sums(dflash_loss(logits, labels, supervised, gamma), logits, labels, supervised, gamma)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunked_head_equals_whole_logits(frozen, chunk):
+    """24 rows in chunks of 1, of 7 (padded) and in one: values, and gradients equal to plain differentiation."""
+    hidden, head, labels, supervised = case()
+
+    def plain(hidden, head):
+        return 3.0 * dflash_loss(hidden @ head.T, labels, supervised, GAMMA).weighted
+
+    wanted_hidden, wanted_head = jax.grad(plain, argnums=(0, 1))(hidden, head)
+    (_, sums), (got_hidden, got_head) = value_and_gradient(hidden, head, labels, supervised, frozen=frozen, logit_chunk=chunk)
+    assert_sums(sums, hidden @ head.T, labels, supervised)
+    np.testing.assert_allclose(got_hidden, wanted_hidden, rtol=1e-4, atol=1e-5)
+    assert (got_hidden[:, :, 0] == 0).all(), "slot 0 has no label"
+    if frozen:
+        assert (got_head == 0).all()
+    else:
+        np.testing.assert_allclose(got_head, wanted_head, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("size", [None, 6])
+def test_nothing_supervised_is_zero_loss_and_zero_gradient(frozen, size):
+    hidden, head, labels, _ = case()
+    nothing = jnp.zeros((B, A, K), bool)
+    candidates = None if size is None else sample_vocabulary(jax.random.key(0), labels, nothing, V, size)
+    (value, sums), grads = value_and_gradient(hidden, head, labels, nothing, candidates, frozen=frozen, logit_chunk=7)
+    assert value == 0
+    assert (float(sums.loss), float(sums.unweighted_loss), float(sums.acceptance_length)) == (0, 0, 1)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(sums))
+    assert all(not np.asarray(grad).any() for grad in grads)
+
+
+def test_only_supervised_slots_matter():
+    hidden, head, labels, supervised = case()
+    wild = jnp.where(supervised[..., None] & (jnp.arange(K) > 0)[None, None, :, None], hidden, 1e4)
+    other = jnp.where(supervised, labels, 0)
+    for name in ("weighted", "unweighted", "accepted", "correct_K"):
+        values = [
+            getattr(run_head(h, head, y, supervised, GAMMA, frozen=True, logit_chunk=7, dtype="float32"), name)
+            for h, y in ((hidden, labels), (wild, other))
+        ]
+        np.testing.assert_allclose(*values, rtol=1e-5, err_msg=name)
+
+
+def test_sums_add_up_over_any_split():
+    """Two halves of a batch, added, give what the batch gives; so do their gradients."""
+    hidden, head, labels, supervised = case()
+    (_, whole), (gradient, _) = value_and_gradient(hidden, head, labels, supervised, frozen=True, logit_chunk=7)
+    halves = [
+        value_and_gradient(hidden[i : i + 1], head, labels[i : i + 1], supervised[i : i + 1], frozen=True, logit_chunk=7)
+        for i in (0, 1)
+    ]
+    added = jax.tree.map(jnp.add, halves[0][0][1], halves[1][0][1])
+    for got, want in zip(jax.tree.leaves((added, added.loss)), jax.tree.leaves((whole, whole.loss)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([h[1][0] for h in halves]), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_accept_length_does_not_depend_on_gamma():
+    hidden, head, labels, supervised = case()
+    sums = [dflash_loss(hidden @ head.T, labels, supervised, gamma) for gamma in (0.5, 50.0)]
+    assert float(sums[0].acceptance_length) == float(sums[1].acceptance_length)
+    assert float(sums[0].loss) != float(sums[1].loss)
+
+
+def test_bfloat16_head_is_close():
+    hidden, head, labels, supervised = case()
+    options = {"frozen": True, "logit_chunk": 7}
+    ours = run_head(hidden, head.astype(jnp.bfloat16), labels, supervised, GAMMA, dtype="bfloat16", **options)
+    exact = run_head(hidden, head, labels, supervised, GAMMA, dtype="float32", **options)
+    assert 0 < abs(float(ours.loss) - float(exact.loss)) < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampled vocabulary
+
+sample = jax.jit(sample_vocabulary, static_argnames=("vocab_size", "size"))
+
+
+@pytest.mark.parametrize("size", [13, V])
+def test_candidates_hold_every_label_and_nothing_twice(size):
+    _, _, labels, supervised = case()
+    labels = labels % 7  # at most 7 distinct ones
+    used = set(np.asarray(labels)[np.asarray(supervised)].tolist())
+    candidates = sample(jax.random.key(3), labels, supervised, V, size)
+    ids = np.asarray(candidates.ids_S).tolist()
+    assert len(set(ids)) == size
+    assert used <= set(ids)
+    for token in ids:
+        assert ids[int(candidates.place_V[token])] == token
+    stands_for = (V - len(used)) / (size - len(used))
+    wanted = [0.0 if token in used else np.log(stands_for) for token in ids]
+    np.testing.assert_allclose(candidates.correction_S, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_all_tokens_as_candidates_is_exact(frozen):
+    hidden, head, labels, supervised = case()
+    candidates = sample(jax.random.key(0), labels, supervised, V, V)
+    options = {"frozen": frozen, "logit_chunk": 7}
+    (_, got), got_grads = value_and_gradient(hidden, head, labels, supervised, candidates, **options)
+    (_, want), want_grads = value_and_gradient(hidden, head, labels, supervised, **options)
+    for g, w in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_sampled_normaliser_is_unbiased_and_labels_cost_what_they_should():
+    """Over many keys the mean of exp(cross-entropy) x p(label), the sampled normaliser over the exact one, is 1."""
+    hidden, head, labels, supervised = case()
+    labels = labels % 4
+    logits = hidden @ head.T
+    exact = jax.nn.logsumexp(logits, axis=-1)
+
+    def normalisers(key):
+        candidates = sample_vocabulary(key, labels, supervised, V, 9)
+        return jnp.exp(jax.nn.logsumexp(logits[..., candidates.ids_S] + candidates.correction_S[None, None, None], axis=-1) - exact)
+
+    ratios = np.asarray(jax.jit(jax.vmap(normalisers))(jax.random.split(jax.random.key(0), 4000)))
+    deviation = ratios.std(0) / np.sqrt(len(ratios))
+    assert ratios.std() > 0.1
+    assert (np.abs(ratios.mean(0) - 1) < 5 * deviation + 1e-5).all()
+    candidates = sample(jax.random.key(5), labels, supervised, V, 9)
+    sums = run_head(hidden, head, labels, supervised, GAMMA, frozen=True, logit_chunk=7, dtype="float32", candidates=candidates)
+    among = logits[..., candidates.ids_S] + candidates.correction_S[None, None, None]
+    wanted = dflash_loss(among, candidates.place_V[labels], supervised, GAMMA)
+    for got, want in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_other_keys_draw_other_candidates():
+    _, _, labels, supervised = case()
+    draw = partial(sample, labels=labels % 4, supervised=supervised, vocab_size=V, size=9)
+    seen = {tuple(sorted(np.asarray(draw(jax.random.key(i)).ids_S).tolist())) for i in range(10)}
+    assert len(seen) > 8

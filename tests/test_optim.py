@@ -1,0 +1,97 @@
+"""The learning rate's shape, clipping, decay, and refused settings."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dflash_jax.config import OptimConfig
+from dflash_jax.errors import ConfigError
+from dflash_jax.optim import optimizer, schedule
+
+
+def test_schedule_warms_up_and_falls_to_its_end():
+    config = OptimConfig(learning_rate=1.0, final_learning_rate=0.1, warmup_ratio=0.1)
+    rate = schedule(config, 100)
+    rates = np.asarray([float(rate(step)) for step in range(101)])
+    np.testing.assert_allclose(rates[:11], 0.1 + 0.9 * np.arange(11) / 10, rtol=1e-6)
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 10) / 90)) for step in range(10, 101)]
+    np.testing.assert_allclose(rates[10:], cosine, rtol=1e-5)
+    assert float(rate(1000)) == pytest.approx(0.1), "it stays there"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_short_runs_have_a_schedule(steps):
+    """The first step already learns: the rate is never 0 while there are steps left."""
+    rate = schedule(OptimConfig(learning_rate=1.0), steps)
+    assert all(0 < float(rate(step)) <= 1 for step in range(steps))
+
+
+def updates_of(config, grads, params):
+    tx = optimizer(config, 10)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return {name: np.asarray(update) for name, update in updates.items()}
+
+
+@pytest.fixture
+def standard_promotion():
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_first_step_is_adamws():
+    """With a whole first step of warm-up: rate x (sign of the gradient + decay x parameter)."""
+    config = OptimConfig(learning_rate=0.5, warmup_ratio=0.1, weight_decay=0.2)
+    params = {"w": jnp.asarray([1.0, -2.0, 4.0])}
+    updates = updates_of(config, {"w": jnp.asarray([3.0, -1e-3, 0.0])}, params)
+    np.testing.assert_allclose(updates["w"], [-0.5 * (1 + 0.2), -0.5 * (-1 - 0.4), -0.5 * 0.8], rtol=1e-3)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_gradients_are_clipped_by_their_global_norm():
+    """Adam's second step shows the size of the first gradient: one of norm 50 must weigh as much as one of norm 1."""
+    config = OptimConfig(learning_rate=0.1, clip_norm=1.0)
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+
+    def second_update(size):
+        tx = optimizer(config, 10)
+        _, state = tx.update({"a": jnp.asarray([3.0 * size]), "b": jnp.asarray([4.0 * size])}, tx.init(params), params)
+        updates, _ = tx.update({"a": jnp.asarray([0.3]), "b": jnp.asarray([0.0])}, state, params)
+        return np.concatenate([updates["a"], updates["b"]])
+
+    np.testing.assert_allclose(second_update(10.0), second_update(0.2), rtol=1e-5)
+    assert np.abs(second_update(0.2) - second_update(0.1)).max() > 1e-3, "below the limit the size counts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 0.0}, r"optim\.learning_rate is 0\.0: it must be positive"),
+        ({"learning_rate": float("nan")}, r"optim\.learning_rate is nan"),
+        ({"warmup_ratio": 1.0}, r"optim\.warmup_ratio is 1\.0: it must lie in \[0, 1\)"),
+        ({"warmup_ratio": -0.1}, r"optim\.warmup_ratio is -0\.1"),
+        ({"clip_norm": 0.0}, r"optim\.clip_norm is 0\.0: it must be positive"),
+    ],
+)
+def test_refused_settings(change, message):
+    with pytest.raises(ConfigError, match=message):
+        optimizer(OptimConfig(**change), 10)
+
+
+def test_two_equal_configs_make_the_same_optimizer():
+    """A restarted run compiles to the same numbers: nothing random, nothing global."""
+    a, b = (optimizer(OptimConfig(), 7) for _ in range(2))
+    assert isinstance(a, optax.GradientTransformation)
+    params = {"w": jnp.ones(3)}
+    assert all((x == y).all() for x, y in zip(*(map(jnp.asarray, _leaves(tx.init(params))) for tx in (a, b)), strict=True))
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)

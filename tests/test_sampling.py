@@ -1,0 +1,147 @@
+"""One law from logits to tokens: against sorting in numpy, against frequencies, and keyed by position."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.sampling import DRAFT_DRAW, TARGET_DRAW, Sampling, draw, process_logits, sampling_rows
+
+B, K, V = 6, 4, 61
+process = jax.jit(process_logits)
+jitted_draw = jax.jit(draw, static_argnames="purpose")
+
+
+def logits(seed=0, shape=(B, K, V), scale=3.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def rows(*settings, seeds=None):
+    """One (temperature, top_k, top_p, min_p) a row."""
+    columns = list(zip(*settings, strict=True))
+    kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    seeds = range(len(settings)) if seeds is None else seeds
+    return Sampling(*(jnp.asarray(c, kind) for c, kind in zip(columns, kinds, strict=True)), jnp.asarray(list(seeds), jnp.uint32))
+
+
+SETTINGS = {
+    "temperature": [(t, 0, 1.0, 0.0) for t in (0.0, 0.1, 0.7, 1.0, 1.3, 10.0)],
+    "top-k": [(1.0, k, 1.0, 0.0) for k in (1, 2, 5, 60, 61, 1000)],
+    "top-p": [(0.7, 0, p, 0.0) for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 1.0)],
+    "min-p": [(1.3, 0, 1.0, p) for p in (0.0, 1e-4, 0.01, 0.1, 0.5, 0.999)],
+    "together": [
+        (0.7, 5, 0.8, 0.0),
+        (1.3, 20, 0.9, 0.05),
+        (1.0, 3, 0.3, 0.0),
+        (2.0, 40, 1.0, 0.2),
+        (0.5, 0, 0.6, 0.1),
+        (1.0, 7, 1.0, 0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_process_logits_against_sorting(name):
+    """Which tokens remain and at what logits, each row with its own settings."""
+    for seed in range(10):
+        x = logits(seed)
+        ours = np.asarray(process(x, rows(*SETTINGS[name])))
+        for b, k in np.ndindex(B, K):
+            wanted = reference.process_logits(x[b, k], *SETTINGS[name][b])
+            np.testing.assert_allclose(ours[b, k], wanted, rtol=1e-5, err_msg=f"{SETTINGS[name][b]}, seed {seed}")
+
+
+def test_what_is_off_cuts_nothing_and_top_k_always_cuts():
+    """Sums of rounded probabilities must decide neither: top_p 1 keeps every token, top_k 5 keeps 5 of them."""
+    x = logits(1, (B, 50, V), 8.0)
+    off, five = rows(*B * [(1.0, 0, 1.0, 0.0)]), rows(*B * [(1.0, 5, 1.0, 0.0)])
+    np.testing.assert_array_equal(process(x, off), x)
+    assert (np.isfinite(np.asarray(process(x, five))).sum(-1) == 5).all()
+
+
+def test_ties_and_impossible_tokens():
+    """Equal logits stay or go together; a token the model forbids stays forbidden."""
+    x = jnp.asarray([[[1.0, 3.0, 2.0, 2.0, -jnp.inf, 0.0]]])
+    got = process(x, rows((1.0, 2, 1.0, 0.0)))[0, 0]
+    np.testing.assert_array_equal(got, [-jnp.inf, 3.0, 2.0, 2.0, -jnp.inf, -jnp.inf])
+    np.testing.assert_array_equal(process(x, rows((1.0, 0, 1.0, 0.0)))[0, 0], x[0, 0])
+
+
+POSITIONS = jnp.arange(4000, dtype=jnp.int32).reshape(1, -1)
+
+
+@pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (0.7, 4, 1.0, 0.0), (1.3, 0, 0.7, 0.05)])
+def test_frequencies_follow_the_law(setting):
+    x = logits(2, (1, 1, 8), 1.0)
+    sampling = rows(setting, seeds=[11])
+    tokens = np.asarray(jitted_draw(jnp.broadcast_to(x, (1, 4000, 8)), POSITIONS, sampling, TARGET_DRAW))[0]
+    law = np.exp(reference.process_logits(x[0, 0], *setting))
+    law /= law.sum()
+    counts = np.bincount(tokens, minlength=8)
+    assert (counts[law == 0] == 0).all()
+    chi2 = ((counts - 4000 * law) ** 2 / np.maximum(4000 * law, 1e-9))[law > 0].sum()
+    freedom = (law > 0).sum() - 1
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom), f"chi-square {chi2:.1f} with {freedom} degrees of freedom"
+
+
+def test_a_draw_depends_on_seed_position_and_purpose_only():
+    """The same token whatever the width of the pass, its batch row, and the settings of other rows."""
+    setting, x = (1.0, 0, 1.0, 0.0), logits(3)
+    positions = jnp.broadcast_to(jnp.arange(10, 10 + K, dtype=jnp.int32), (B, K))
+    whole = np.asarray(draw(x, positions, rows(*B * [setting]), TARGET_DRAW))
+    for k in range(K):
+        one = draw(x[:, k : k + 1], positions[:, k : k + 1], rows(*B * [setting]), TARGET_DRAW)
+        np.testing.assert_array_equal(one[:, 0], whole[:, k])
+    alone = draw(x[4:5], positions[4:5], rows(setting, seeds=[4]), TARGET_DRAW)
+    np.testing.assert_array_equal(alone[0], whole[4])
+    same = jnp.zeros((B, K, V))
+    other_purpose, other_seed = (
+        np.asarray(draw(same, positions, rows(*B * [setting], seeds=seeds), purpose))
+        for seeds, purpose in ((range(B), DRAFT_DRAW), (range(B, 2 * B), TARGET_DRAW))
+    )
+    flat = np.asarray(draw(same, positions, rows(*B * [setting]), TARGET_DRAW))
+    for other in (other_purpose, other_seed, flat[:, ::-1]):
+        assert (other != flat).mean() > 0.5
+    assert len(np.unique(flat)) > 10
+
+
+def test_draws_equal_the_reference():
+    positions = jnp.asarray([[0, 1, 2, 3], [5, 6, 7, 8], [100, 200, 300, 400]], jnp.int32)
+    settings, x = [(0.7, 0, 1.0, 0.0), (1.3, 9, 1.0, 0.0), (1.0, 0, 0.8, 0.02)], logits(4, (3, 4, V))
+    got = draw(x, positions, rows(*settings, seeds=[3, 9, 2**31]), TARGET_DRAW)
+    for b, k in np.ndindex(3, 4):
+        names = dict(zip(("temperature", "top_k", "top_p", "min_p"), settings[b], strict=True))
+        assert int(got[b, k]) == reference.keyed_draw(x[b, k], [3, 9, 2**31][b], int(positions[b, k]), **names)
+
+
+def test_greedy_rows_in_a_sampled_batch_are_greedy():
+    x = logits(5)
+    positions = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K))
+    mixed = draw(x, positions, rows(*[(t, 3, 0.9, 0.0) for t in (0.0, 5.0, 0.0, 5.0, 0.0, 5.0)]), TARGET_DRAW)
+    greedy = draw(x, positions, None, TARGET_DRAW)
+    np.testing.assert_array_equal(greedy, x.argmax(-1))
+    np.testing.assert_array_equal(mixed[::2], greedy[::2])
+    assert (mixed[1::2] != greedy[1::2]).any()
+
+
+def test_rows_draw_with_their_own_seed():
+    sampling = sampling_rows(3, 0.5, 7, 0.9, 0.1, 40)
+    assert sampling.seed_B.tolist() == [40, 41, 42]
+    assert [x.tolist() for x in (sampling.top_k_B, sampling.temperature_B)] == [[7] * 3, [0.5] * 3]
+    np.testing.assert_allclose(sampling.top_p_B, [0.9] * 3)
+    np.testing.assert_allclose(sampling.min_p_B, [0.1] * 3)
+
+
+GOOD = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+BAD = [("temperature", -0.1), ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan)]
+BAD += [("min_p", -0.1), ("min_p", 1.0), ("min_p", math.nan), ("seed", -1), ("seed", 2**31)]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value}: give"):
+        sampling_rows(1, **(GOOD | {name: value}))

@@ -1,0 +1,151 @@
+"""Where parameters, optimizer moments and batches live on a mesh of 2 x 2 x 2, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from tiny_run import mesh
+
+from dflash_jax.config import DFlashConfig, MeshConfig, OptimConfig
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.optim import optimizer
+from dflash_jax.sharding import make_mesh, replicated_dimensions, shardings, spec
+from dflash_jax.train_step import init_state, place_batch
+
+DRAFTER = DFlashConfig(
+    32, 32, 61, 4, 4.0, num_heads=4, num_kv_heads=1, head_dim=7, mlp_dim=48, block_size=4, num_draft_layers=1,
+    target_layer_ids=(1, 2), mask_token_id=3, own_embedding=True, own_head=True,
+)  # fmt: skip
+LAYER = "['layers'][0]"
+SPECS = {
+    "['embed_tokens']": P(None, "fsdp"),  # 61 rows are odd: replicated over `tensor`
+    "['lm_head']": P(None, "fsdp"),
+    "['fuser']['fc']['kernel']": P(None, "fsdp"),
+    "['fuser']['hidden_norm']['scale']": P(None),
+    f"{LAYER}['self_attn']['q_proj']['kernel']": P("fsdp", "tensor"),
+    f"{LAYER}['self_attn']['k_proj']['kernel']": P("fsdp", None),  # 1 head of width 7
+    f"{LAYER}['self_attn']['v_proj']['kernel']": P("fsdp", None),
+    f"{LAYER}['self_attn']['o_proj']['kernel']": P("tensor", "fsdp"),
+    f"{LAYER}['self_attn']['q_norm']['scale']": P(None),
+    f"{LAYER}['self_attn']['k_norm']['scale']": P(None),
+    f"{LAYER}['mlp']['gate_proj']['kernel']": P("fsdp", "tensor"),
+    f"{LAYER}['mlp']['up_proj']['kernel']": P("fsdp", "tensor"),
+    f"{LAYER}['mlp']['down_proj']['kernel']": P("tensor", "fsdp"),
+    f"{LAYER}['input_layernorm']['scale']": P(None),
+    f"{LAYER}['post_attention_layernorm']['scale']": P(None),
+    "['norm']['scale']": P(None),
+}
+
+
+def name(path):
+    return jax.tree_util.keystr(path).removesuffix(".value")
+
+
+@pytest.mark.parametrize(
+    ("shape", "logical", "want"),
+    [
+        ((8, 6), ("embed", "mlp"), P("fsdp", "tensor")),
+        ((8, 7), ("embed", "mlp"), P("fsdp", None)),
+        ((7, 8), ("embed", "vocab"), P(None, "tensor")),
+        ((8, 8), ("taps", "heads"), P(None, "tensor")),
+        ((4,), (None,), P(None)),
+        ((2, 2), ("kv_heads", "embed"), P("tensor", "fsdp")),
+    ],
+)
+def test_rules(shape, logical, want):
+    assert spec(shape, logical, mesh(2, 2, 2)) == want
+
+
+def test_unknown_logical_axes_are_errors():
+    with pytest.raises(KeyError):
+        spec((4,), ("width",), mesh(2, 2, 2))
+    with pytest.raises(ValueError, match="zip"):
+        spec((4, 4), ("embed",), mesh(2, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return init_state(Drafter.random(jax.random.key(0), DRAFTER), optimizer(OptimConfig(), 10), mesh(2, 2, 2))
+
+
+def test_parameters_and_moments_follow_the_rules(state):
+    """Every leaf, and both of AdamW's moments as the parameter they belong to."""
+    found = {name(path): leaf.sharding.spec for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    assert found == SPECS
+    moments = [
+        (name(path), leaf.sharding.spec, leaf.ndim) for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    ]
+    for parameter, want in SPECS.items():
+        of_parameter = [found for path, found, _ in moments if path.endswith(parameter)]
+        if parameter != "['norm']['scale']":
+            assert of_parameter == [want, want], parameter
+    counters = [found for _, found, ndim in moments if ndim == 0]
+    assert set(counters) == {P()}
+    assert len(moments) == 2 * len(SPECS) + len(counters)
+
+
+def test_shards_are_really_smaller(state):
+    kernel = state.params["layers"][0]["mlp"]["gate_proj"]["kernel"][...]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 24)}
+    assert len({shard.device for shard in kernel.addressable_shards}) == 8
+
+
+def test_placing_changes_no_value(state):
+    for (_, a), (_, b) in zip(
+        jax.tree_util.tree_leaves_with_path(state.params),
+        jax.tree_util.tree_leaves_with_path(Drafter.random(jax.random.key(0), DRAFTER).params),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_what_does_not_divide_is_said():
+    params = Drafter.random(jax.random.key(0), DRAFTER).params
+    lines = replicated_dimensions(params, mesh(2, 2, 2))
+    assert len(lines) == 4
+    assert any("embed_tokens" in line and "vocab 61 is not divided by tensor 2, replicated" in line for line in lines)
+    assert sum("kv_heads 7 is not divided by tensor 2" in line for line in lines) == 2
+    assert replicated_dimensions(params, mesh()) == []
+
+
+def test_arrays_that_are_no_parameters_are_replicated():
+    assert shardings({"count": jnp.zeros(8)}, mesh(2, 2, 2))["count"].spec == P()
+
+
+def test_rows_are_spread_over_data_and_fsdp():
+    rows = {"tokens_BT": np.arange(32, dtype=np.int32).reshape(8, 4), "loss_mask_BT": np.ones((8, 4), bool)}
+    batch = place_batch(rows | {"length_B": np.full(8, 4, np.int32)}, mesh(2, 2, 2))
+    assert batch.tokens_BT.sharding.spec == P(("data", "fsdp"))
+    assert {shard.data.shape for shard in batch.tokens_BT.addressable_shards} == {(2, 4)}
+    np.testing.assert_array_equal(np.asarray(batch.tokens_BT), rows["tokens_BT"])
+
+
+def test_mesh_sizes():
+    eight = jax.devices()[:8]
+    for config, want in [
+        (MeshConfig(), (8, 1, 1)),
+        (MeshConfig(2, -1, 2), (2, 2, 2)),
+        (MeshConfig(1, 1, 8), (1, 1, 8)),
+    ]:
+        made = make_mesh(config, eight)
+        assert tuple(made.shape.values()) == want
+        assert set(made.devices.ravel()) == set(eight)
+    assert dict(make_mesh(MeshConfig(), eight[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MeshConfig(3, 1, 1), r"'data': 3.* does not hold 8 devices: change mesh\.data"),
+        (MeshConfig(-1, 3, 1), r"'data': 2, 'fsdp': 3.* does not hold 8 devices"),
+        (MeshConfig(-1, 16, 1), r"does not hold 8 devices"),
+        (MeshConfig(-1, -1, 1), r"at most one of them -1"),
+        (MeshConfig(0, 1, 1), r"must be positive"),
+        (MeshConfig(-2, 1, 1), r"must be positive"),
+    ],
+)
+def test_refused_meshes(config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(config, jax.devices()[:8])

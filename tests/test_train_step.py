@@ -1,0 +1,308 @@
+"""One training step: the same numbers however rows are split, nothing learned from nothing, and every kind of drafter trains."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_run import leaves, mesh
+
+from dflash_jax.blocks import make_blocks
+from dflash_jax.config import Config, DataConfig, DFlashConfig, OptimConfig, TargetConfig, TrainConfig
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.optim import optimizer
+from dflash_jax.targets import DenseTarget
+from dflash_jax.train_step import (
+    Batch,
+    TrainState,
+    block_loss,
+    init_state,
+    make_train_step,
+    place_batch,
+    target_features,
+)
+
+ROWS, LENGTH, VOCAB, MASK = 8, 16, 64, 3
+TARGET = DenseTarget.random(jax.random.key(0), TargetConfig("llama", VOCAB, 32, 3, 4, 2, 8, 48, 1e-5, 64))
+DRAFTER = DFlashConfig(
+    32, 32, VOCAB, 3, 2.0, 4, 2, 8, 48, block_size=4, num_draft_layers=1, target_layer_ids=(0, 1), mask_token_id=MASK
+)
+CONFIG = Config(
+    data=DataConfig(batch_size=ROWS), train=TrainConfig(anchors_per_row=3, anchor_chunk=2, logit_chunk=20, vocab_sample=0, seed=5)
+)
+
+
+def make_rows(seed=0):
+    """Rows of different lengths with different numbers of supervised tokens; row 2 has none, so a mean of means is wrong."""
+    random = np.random.default_rng(seed)
+    lengths = np.asarray([16, 9, 12, 16, 5, 14, 10, 16], np.int32)
+    slots = np.arange(LENGTH)[None]
+    starts = np.asarray([4, 6, 99, 12, 2, 3, 7, 1])[:, None]
+    return {
+        "tokens_BT": np.where(slots < lengths[:, None], random.integers(4, VOCAB, (ROWS, LENGTH)), 0).astype(np.int32),
+        "loss_mask_BT": (slots >= starts) & (slots < lengths[:, None]),
+        "length_B": lengths,
+    }
+
+
+SGD = optax.sgd(1.0)
+"""With it, what a step takes from the parameters is the gradient."""
+
+
+def run_steps(rows, *, mesh=mesh(), drafter=DRAFTER, tx=SGD, config=CONFIG, steps=1, taps=None, step=None):
+    """Parameters before and after, and the metrics of each step."""
+    fresh = Drafter.random(jax.random.key(1), drafter)
+    state = init_state(fresh, tx, mesh)
+    step = step or make_train_step(config, TARGET, fresh, tx, mesh)
+    params = jax.device_put(TARGET.params, jax.sharding.NamedSharding(mesh, jax.P()))
+    seen = []
+    for _ in range(steps):
+        state, metrics = step(state, params, place_batch(rows, mesh), taps)
+        seen.append(jax.device_get(metrics))
+    return leaves(fresh.params), leaves(state.params), seen
+
+
+def change(**fields):
+    """CONFIG with other train fields, or another accumulation."""
+    micro = fields.pop("accumulation", 1)
+    return dataclasses.replace(
+        CONFIG, train=dataclasses.replace(CONFIG.train, **fields), optim=dataclasses.replace(CONFIG.optim, accumulation=micro)
+    )
+
+
+def assert_same(a, b, rtol=2e-4):
+    """Gradients (before - after) and sums agree to float32 rounding."""
+    for key, before in a[0].items():
+        ours, theirs = before - a[1][key], b[0][key] - b[1][key]
+        np.testing.assert_allclose(ours, theirs, atol=rtol * max(np.abs(ours).max(), 1e-6), rtol=0, err_msg=key)
+    for name, ours, theirs in zip(a[2][0].sums._fields, a[2][0].sums, b[2][0].sums, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(a[2][0].grad_norm, b[2][0].grad_norm, rtol=1e-4)
+
+
+@functools.cache
+def one_device_step():
+    return make_train_step(CONFIG, TARGET, Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run_steps(make_rows(), step=one_device_step())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splitting rows changes nothing
+
+
+def test_the_step_learns_something(plain):
+    """What the comparisons below rest on: gradients of every parameter, and rows that count differently."""
+    before, after, (metrics,) = plain
+    assert all(np.abs(before[key] - after[key]).max() > 1e-5 for key in before)
+    assert metrics.sums.blocks == 7 * 3, "three anchors of every row but the one without an answer"
+    assert 0 < metrics.sums.slots < metrics.sums.blocks * 3, "and some blocks hang over the end of their row"
+    assert 2 < metrics.sums.loss < 8
+    assert metrics.diagnostics == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulation"), [((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 1), 4)], ids=["8 devices", "2x2x2, 2 micro", "4 micro"]
+)
+def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
+    """Global sums over global counts, with rows that have different numbers of supervised slots."""
+    config = change(accumulation=accumulation)
+    assert_same(plain, run_steps(make_rows(), mesh=mesh(*sizes), config=config))
+
+
+def test_the_step_keeps_its_shardings():
+    """New parameters and moments stay where the rules put them: nothing is gathered, and the next step does not compile again."""
+    tx, on = optimizer(OptimConfig(), 10), mesh(2, 2, 2)
+    fresh = Drafter.random(jax.random.key(1), DRAFTER)
+    step = make_train_step(CONFIG, TARGET, fresh, tx, on)
+    state = init_state(fresh, tx, on)
+    params = jax.device_put(TARGET.params, jax.sharding.NamedSharding(on, jax.P()))
+    want = [(leaf.sharding, leaf.ndim) for leaf in jax.tree.leaves(state)]
+    for _ in range(2):
+        state, _ = step(state, params, place_batch(make_rows(), on), None)
+    for (sharding, ndim), leaf in zip(want, jax.tree.leaves(state), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, ndim), f"{sharding.spec} became {leaf.sharding}"
+    assert step._cache_size() == 1
+
+
+def test_rows_are_independent_of_padding(plain):
+    """What stands in the padding cannot matter."""
+    rows = make_rows()
+    padding = np.arange(LENGTH)[None] >= rows["length_B"][:, None]
+    rows["tokens_BT"] = np.where(padding, 17, rows["tokens_BT"]).astype(np.int32)
+    assert_same(plain, run_steps(rows, step=one_device_step()))
+
+
+def test_anchors_follow_the_step_and_the_seed():
+    """Each step draws its own anchors; the same step draws the same."""
+    _, _, twice = run_steps(make_rows(), steps=2, tx=SGD, step=one_device_step())
+    again = run_steps(make_rows(), step=one_device_step())[2][0]
+    assert float(twice[0].sums.weighted) == float(again.sums.weighted)
+    state = init_state(Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
+    later = TrainState(state.params, state.opt_state, jnp.int32(1))  # the same parameters one step later
+    _, metrics = one_device_step()(later, TARGET.params, place_batch(make_rows(), mesh()), None)
+    assert abs(float(metrics.sums.weighted) - float(again.sums.weighted)) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing to learn from, and nothing for the target
+
+
+def test_no_valid_anchor_changes_nothing():
+    """Zero loss, zero gradient, and no 0 / 0; a supervised token alone is no anchor either."""
+    rows = make_rows()
+    rows["loss_mask_BT"] = np.zeros_like(rows["loss_mask_BT"])
+    rows["loss_mask_BT"][1, 5] = rows["loss_mask_BT"][1, 7] = True
+    before, after, (metrics,) = run_steps(rows, step=one_device_step())
+    for key, value in before.items():
+        np.testing.assert_array_equal(after[key], value, err_msg=key)
+    assert float(metrics.sums.weighted) == float(metrics.grad_norm) == float(metrics.sums.loss) == 0
+    assert float(metrics.sums.blocks) == float(metrics.sums.slots) == 0
+
+
+def test_the_target_takes_no_gradient():
+    batch = Batch(*(jnp.asarray(x) for x in make_rows().values()))
+    drafter = Drafter.random(jax.random.key(1), DRAFTER)
+    anchors_BA = jnp.full((ROWS, 1), 4, jnp.int32)
+    blocks = make_blocks(batch.tokens_BT, batch.loss_mask_BT, anchors_BA, jnp.ones((ROWS, 1), bool), 4)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradient(target_params, params):
+        taps = target_features(TARGET, target_params, batch, DRAFTER.target_layer_ids)
+        return block_loss(drafter, params, TARGET, target_params, taps, blocks, jax.random.key(0), CONFIG)[0].weighted
+
+    of_target, of_drafter = gradient(TARGET.params, drafter.params)
+    assert all(np.abs(x).max() > 0 for x in leaves(of_drafter).values())
+    assert {float(np.abs(x).max()) for x in leaves(of_target).values()} == {0.0}
+
+
+def test_the_state_holds_no_target():
+    state = init_state(Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
+    assert set(leaves(state.params)) == set(leaves(Drafter.random(jax.random.key(1), DRAFTER).params))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Features and vocabulary
+
+
+def test_features_may_be_given(plain):
+    """Features computed before are those of the step, and bfloat16 ones change the gradient by no more than their rounding."""
+    rows = make_rows()
+    taps = jax.jit(lambda params, batch: target_features(TARGET, params, batch, DRAFTER.target_layer_ids))(
+        TARGET.params, place_batch(rows, mesh())
+    )
+    assert taps.shape == (ROWS, LENGTH, 2 * 32)
+    step = make_train_step(CONFIG, TARGET, Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
+    assert_same(plain, run_steps(rows, taps=taps, step=step))
+    rounded = run_steps(rows, taps=taps.astype(jnp.bfloat16).astype(jnp.float32), step=step)
+    assert_same((plain[0], plain[1], rounded[2]), rounded, rtol=2e-2)
+    assert float(rounded[2][0].sums.weighted) == pytest.approx(float(plain[2][0].sums.weighted), rel=1e-2)
+    other = run_steps(rows, taps=jnp.zeros_like(taps), step=step)
+    assert abs(other[2][0].sums.loss - plain[2][0].sums.loss) > 1e-3, "features matter"
+
+
+def test_features_are_the_targets_taps():
+    """Layer outputs of the rows' tokens at positions 0.., padding unseen."""
+    rows = make_rows()
+    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
+    row, length = 1, int(rows["length_B"][1])
+    alone = jnp.asarray(rows["tokens_BT"][row : row + 1, :length])
+    _, want, _ = TARGET.extend(TARGET.params, alone, jnp.arange(length)[None], TARGET.init_cache(1, length), (0, 1))
+    np.testing.assert_allclose(taps[row, :length], want[0], atol=1e-5)
+
+
+def test_the_whole_vocabulary_as_sample_is_exact(plain):
+    assert_same(plain, run_steps(make_rows(), config=change(vocab_sample=VOCAB)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kinds of drafters
+
+KINDS = {
+    "own embedding, head, mask and width": {
+        "draft_hidden_dim": 24, "own_embedding": True, "own_head": True, "learned_mask_embedding": True, "mask_token_id": None,
+    },
+    "dropout": {"dropout": 0.2},
+    "bfloat16, causal, window": {"dtype": "bfloat16", "causal": (True,), "sliding_window": (3,)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_every_drafter_trains(changes):
+    """Every parameter moves, stays float32 and finite, and the loss of a repeated batch falls far."""
+    drafter = dataclasses.replace(DRAFTER, **changes)
+    tx = optimizer(OptimConfig(learning_rate=2e-2, warmup_ratio=0.0), 40)
+    before, after, metrics = run_steps(make_rows(), drafter=drafter, tx=tx, steps=40, config=change(diagnostics=True))
+    for key, value in before.items():
+        assert after[key].dtype == np.float32
+        assert np.isfinite(after[key]).all(), key
+        assert np.abs(after[key] - value).max() > 1e-3, f"{key} has not moved"
+    first, last = metrics[0].sums.loss, np.mean([m.sums.loss for m in metrics[-5:]])
+    assert last < 0.5 * first, f"{first} to {last}"
+    entropy, norm = (metrics[0].diagnostics[name] for name in ("attention_entropy_L", "context_feature_norm"))
+    assert entropy.shape == (1,)
+    assert 0 < entropy[0] < np.log(LENGTH + 4)
+    assert 0 < norm < 1000
+    if "causal" in changes:
+        assert entropy[0] < np.log(3), "a window of 3 shows a slot at most 3 keys"
+
+
+def test_diagnostic_norm_is_the_features_before_their_norm():
+    rows = make_rows()
+    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
+    drafter = Drafter.random(jax.random.key(1), DRAFTER)
+    blocks = make_blocks(*(jnp.asarray(rows[k]) for k in ("tokens_BT", "loss_mask_BT")), *_one_anchor(), 4)
+    _, diagnostics = block_loss(
+        drafter, drafter.params, TARGET, TARGET.params, taps, blocks, jax.random.key(0), change(diagnostics=True)
+    )
+    fused = np.asarray(taps, np.float64) @ np.asarray(drafter.params["fuser"]["fc"]["kernel"][...], np.float64)
+    assert float(diagnostics["context_feature_norm"]) == pytest.approx(np.linalg.norm(fused, axis=-1).mean(), rel=1e-5)
+
+
+def test_dropout_drops_while_training_only():
+    """Other keys drop other things, the same key the same, and the expectation is kept."""
+    rows = make_rows()
+    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
+    blocks = make_blocks(*(jnp.asarray(rows[k]) for k in ("tokens_BT", "loss_mask_BT")), *_one_anchor(), 4)
+
+    def loss(dropout, seed):
+        drafter = Drafter.random(jax.random.key(1), dataclasses.replace(DRAFTER, dropout=dropout))
+        sums, _ = block_loss(drafter, drafter.params, TARGET, TARGET.params, taps, blocks, jax.random.key(seed), CONFIG)
+        return float(sums.loss)
+
+    assert loss(0.3, 0) == loss(0.3, 0)
+    assert abs(loss(0.3, 0) - loss(0.3, 1)) > 1e-3
+    assert loss(0.0, 0) == loss(0.0, 1)
+    assert abs(loss(0.3, 0) - loss(0.0, 0)) > 1e-3
+
+
+def _one_anchor():
+    return jnp.full((ROWS, 1), 4, jnp.int32), jnp.ones((ROWS, 1), bool)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes that do not fit
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fields", "message"),
+    [
+        ((1, 1, 1), {"accumulation": 3}, r"data\.batch_size 8 is not a multiple of optim\.accumulation 3 x 1 devices"),
+        ((2, 2, 2), {"accumulation": 4}, r"batch_size 8 is not a multiple of optim\.accumulation 4 x 4 devices that hold rows"),
+        ((1, 1, 1), {"accumulation": 0}, r"optim\.accumulation 0"),
+        ((1, 1, 1), {"vocab_sample": VOCAB + 1}, r"train\.vocab_sample is 65: give 0 \(all\), or from 64 .* to 64"),
+        ((1, 1, 1), {"vocab_sample": 17, "accumulation": 4}, r"vocab_sample is 17: .* from 18"),
+    ],
+)
+def test_refused_sizes(sizes, fields, message):
+    drafter = Drafter.random(jax.random.key(1), DRAFTER)
+    with pytest.raises(ConfigError, match=message):
+        make_train_step(change(**fields), TARGET, drafter, SGD, mesh(*sizes))
