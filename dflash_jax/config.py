@@ -231,7 +231,8 @@ class DataConfig:
     train: list[str] = field(default_factory=list)
     """JSONL files of {"messages": [...]}; write them with `python -m dflash_jax regenerate`"""
     heldout: list[str] = field(default_factory=list)
-    """JSONL files of prompts ({"turns": [...]} or {"messages": [...]}) that training decodes now and then to report real tau"""
+    """JSONL files of prompts ({"turns": [...]} or {"messages": [...]}) that training decodes now and then to report real tau;
+    [packaged] takes the packaged evaluation prompts"""
     heldout_prompts: int = 16
     """how many held-out prompts an evaluation decodes"""
     max_length: int = 512

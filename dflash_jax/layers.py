@@ -27,7 +27,33 @@ def product(spec: str, x: Array, y: Array, dtype: str) -> Array:
     """
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
     cast = jnp.dtype(dtype)
-    return jnp.einsum(spec, x.astype(cast), y.astype(cast), precision=precision, preferred_element_type=jnp.float32)
+    x, y = x.astype(cast), y.astype(cast)
+    if dtype == "float32" or x.ndim == y.ndim == 2:
+        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+    return _batched_product(spec, x, y)
+
+
+def _batched_product(spec: str, x: Array, y: Array) -> Array:
+    """The einsum as a product of matrices [..., rows, summed] x [..., summed, columns].
+
+    XLA for CPUs stops with "Unsupported element type for DotThunk" at bfloat16 products with a float32 result whose rows or sums
+    run over several dimensions, and at transposes that it folds into them.
+    """
+    (x_letters, y_letters), out_letters = spec.split("->")[0].split(","), spec.split("->")[1]
+    batch = [c for c in out_letters if c in x_letters and c in y_letters]
+    rows = [c for c in out_letters if c not in y_letters]
+    columns = [c for c in out_letters if c not in x_letters]
+    summed = [c for c in x_letters if c not in out_letters]
+    size = dict(zip(x_letters, x.shape, strict=True)) | dict(zip(y_letters, y.shape, strict=True))
+
+    def matrices(array: Array, letters: str, first: list[str], second: list[str]) -> Array:
+        moved = jnp.transpose(array, [letters.index(c) for c in batch + first + second])
+        return moved.reshape(*(size[c] for c in batch), *(math.prod(size[c] for c in part) for part in (first, second)))
+
+    x, y = matrices(x, x_letters, rows, summed), matrices(y, y_letters, summed, columns)
+    order = batch + rows + columns
+    out = jnp.matmul(x, y, preferred_element_type=jnp.float32).reshape([size[c] for c in order])
+    return jnp.transpose(out, [order.index(c) for c in out_letters])
 
 
 def _product_fwd(spec: str, x: Array, y: Array, dtype: str) -> tuple[Array, tuple[Array, Array, Any, Any]]:

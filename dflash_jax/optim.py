@@ -1,6 +1,11 @@
 """The optimizer: AdamW, linear warm-up, cosine decay, global-norm clipping (paper, appendix)."""
 
+from functools import partial
+from typing import Any
+
+import jax
 import optax
+from jaxtyping import Array, Float
 
 from dflash_jax.config import OptimConfig
 from dflash_jax.errors import ConfigError
@@ -14,8 +19,12 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     )
 
 
-def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """The gradient transformation of a run of `steps` steps."""
+def optimizer(config: OptimConfig, steps: int, tap_sizes_M: Float[Array, " M"] | None = None) -> optax.GradientTransformation:
+    """The gradient transformation of a run of `steps` steps.
+
+    Taps enter the fuser as the target left them, some dimensions hundreds of times larger than others. `tap_sizes_M` (their typical
+    sizes) divides the fuser's update row by row, so that Adam's equal steps in every weight are equal steps in every tap's effect.
+    """
     if not config.learning_rate > 0:
         raise ConfigError(f"optim.learning_rate is {config.learning_rate}: it must be positive")
     if not 0 <= config.warmup_ratio < 1:
@@ -25,4 +34,12 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule(config, steps), b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
+        optax.identity() if tap_sizes_M is None else optax.stateless(partial(_even_out, tap_sizes_M)),
     )
+
+
+def _even_out(tap_sizes_M: Array, updates: Any, params: Any) -> Any:
+    def one(path: tuple[Any, ...], update: Array) -> Array:
+        return update / tap_sizes_M[:, None] if "['fuser']['fc']['kernel']" in jax.tree_util.keystr(path) else update
+
+    return jax.tree_util.tree_map_with_path(one, updates)

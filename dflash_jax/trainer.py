@@ -25,10 +25,13 @@ from dflash_jax.generate import check_drafter_fits, generate
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.optim import optimizer, schedule
+from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
-from dflash_jax.warm_start import drafter_from_target
+from dflash_jax.warm_start import drafter_from_target, tap_sizes
+
+PACKAGED = "packaged"
 
 
 def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
@@ -80,8 +83,12 @@ def fit(config: Config) -> int:
         config.data, target.tokenizer, target.config.pad_token_id or 0, jax.process_index(), jax.process_count()
     )
     steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
-    tx = optimizer(config.optim, steps)
     drafter = _first_drafter(config, target, dataset)
+    sample = dataset.batch(0)
+    tap_sizes_M = tap_sizes(
+        target, drafter.config.target_layer_ids, jnp.asarray(sample["tokens_BT"]), jnp.asarray(sample["length_B"])
+    )
+    tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
     state = init_state(drafter, tx, mesh)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
@@ -163,9 +170,13 @@ class _Loop:
         self.kept_features: dict[int, np.ndarray] = {}
         self.features = jax.jit(lambda params, batch: target_features(target, params, batch, drafter.config.target_layer_ids))
 
-    def _heldout_prompts(self) -> list[Any]:
+    def _heldout_prompts(self) -> list[Prompt]:
         data = self.config.data
-        return read_prompts(data.heldout)[: data.heldout_prompts] if data.heldout and self.config.train.eval_every else []
+        if not data.heldout or not self.config.train.eval_every:
+            return []
+        if data.heldout == [PACKAGED]:
+            return packaged_prompts("eval", limit=data.heldout_prompts)
+        return read_prompts(data.heldout)[: data.heldout_prompts]
 
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
         """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late: the device never waits for them."""
@@ -218,8 +229,8 @@ class _Loop:
         return jax.device_put(taps_BTM, jax.sharding.NamedSharding(self.mesh, BATCH))
 
     def _row_features(self, raw: dict[str, Any], row: int, width: int) -> np.ndarray:
-        """Features of one row, [width, M] float32. They are computed alone, padded to the row's own bucket, so that they do not depend
-        on which rows it first came with: a resumed run sees the same bits."""
+        """Features of one row, [width, M] float32. They are computed alone, padded to the row's own bucket, so that they do not
+        depend on which rows it first came with: a resumed run sees the same bits."""
         row_id, length = int(raw["id_B"][row]), int(raw["length_B"][row])
         if row_id not in self.kept_features:
             bucket = min(b for b in self.config.data.buckets if b >= length)

@@ -4,12 +4,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DFlashConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
-from dflash_jax.targets import DenseTarget
+from dflash_jax.targets import DenseTarget, Target
+
+FUSER_PASS = 0.1
+"""weight with which the fuser passes the deepest tap; features are normed after it, so it only says how fast other taps gain on it"""
+
+
+def tap_sizes(
+    target: Target, taps: tuple[int, ...], sample_BT: Int[Array, "B T"], lengths_B: Int[Array, " B"]
+) -> Float[Array, " M"]:
+    """Root-mean-square of every tap dimension over the real tokens of sample rows, the first token of a row left out (it is a sink)."""
+    slots_T = jnp.arange(sample_BT.shape[1], dtype=jnp.int32)
+    positions_BT = jnp.where(slots_T[None] < lengths_B[:, None], slots_T[None], -1)
+    _, taps_BTM, _ = target.extend(target.params, sample_BT, positions_BT, target.init_cache(*sample_BT.shape), taps)
+    real_BT1 = (positions_BT > 0).astype(jnp.float32)[..., None]
+    return jnp.sqrt((jnp.square(taps_BTM) * real_BT1).sum((0, 1)) / jnp.maximum(real_BT1.sum(), 1.0)) + 1e-3
 
 
 def drafter_from_target(
@@ -17,20 +31,25 @@ def drafter_from_target(
 ) -> Drafter:
     """A drafter whose layers are the target's last ones, whose fuser passes the deepest tap, and whose final norm is the target's.
 
-    The context features are normed once, not a second time by each layer's input norm, so that norm is folded into q, k and v. The
-    target's queries and keys may have no norms: the drafter's then get the typical size of the layer's, measured on sample rows
-    (token ids [B, T], real lengths [B]). Raises `ConfigError` when the shapes of the two differ.
+    In the target each layer norms its input by a scale of its own, which holds down the few dimensions that are hundreds of times
+    larger than the rest. The drafter norms its context features once for all layers, so that norm and all input norms get the
+    layers' mean scale, and q, k and v the rest of their own. The target's queries and keys may have no norms: the drafter's then
+    get the typical size of the layer's, measured on sample rows (token ids [B, T], real lengths [B]). Raises `ConfigError` when the
+    shapes of the two differ.
     """
     _check(config, target)
     drafter = Drafter.random(key, config)
     first = target.config.num_layers - config.num_draft_layers
     inputs = _layer_inputs(target, first, sample_BT, lengths_B)
     params = jax.tree.map(lambda x: x, drafter.params)  # a new tree: leaves are replaced below
+    scales = [_f32(layer["input_layernorm"]["scale"]) for layer in (target.params["layers"][first + i] for i in range(len(inputs)))]
+    shared_D = jnp.exp(sum(jnp.log(jnp.abs(scale_D) + 1e-6) for scale_D in scales) / len(scales))
+    params["fuser"]["hidden_norm"]["scale"].set_value(shared_D)
     for i in range(config.num_draft_layers):
         theirs, ours = target.params["layers"][first + i], params["layers"][i]
-        scale_D = _f32(theirs["input_layernorm"]["scale"])
+        ours["input_layernorm"]["scale"].set_value(shared_D)
         for name in ("q_proj", "k_proj", "v_proj"):
-            kernel = scale_D[:, None] * _f32(theirs["self_attn"][name]["kernel"])
+            kernel = (scales[i] / shared_D)[:, None] * _f32(theirs["self_attn"][name]["kernel"])
             ours["self_attn"][name]["kernel"].set_value(kernel)
         ours["self_attn"]["o_proj"]["kernel"].set_value(_f32(theirs["self_attn"]["o_proj"]["kernel"]))
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -40,12 +59,13 @@ def drafter_from_target(
             if target.config.qk_norm:
                 ours["self_attn"][norm]["scale"].set_value(_f32(theirs["self_attn"][norm]["scale"]))
             else:
-                size = jnp.sqrt(jnp.mean(jnp.square(inputs[i] @ ours["self_attn"][name]["kernel"][...])))
+                typical = jnp.square((inputs[i] * shared_D[None]) @ ours["self_attn"][name]["kernel"][...])
+                size = jnp.sqrt(jnp.mean(typical))
                 ours["self_attn"][norm]["scale"].set_value(jnp.full((config.head_dim,), size))
     width = config.target_hidden_dim
     fc_MD = jnp.zeros_like(params["fuser"]["fc"]["kernel"][...])
     deepest = config.target_layer_ids.index(max(config.target_layer_ids))
-    params["fuser"]["fc"]["kernel"].set_value(fc_MD.at[deepest * width : (deepest + 1) * width].set(jnp.eye(width)))
+    params["fuser"]["fc"]["kernel"].set_value(fc_MD.at[deepest * width : (deepest + 1) * width].set(FUSER_PASS * jnp.eye(width)))
     params["norm"]["scale"].set_value(_f32(target.params["norm"]["scale"]))
     return Drafter(config, params)
 
