@@ -49,7 +49,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python serve.py --config configs/smollm2_135m.yaml --compare $(DEMO_PROMPTS)
 
 demo-train: $(VENV)/.installed
-	$(BIN)/python -m dflash_jax regenerate --config configs/demo_train.yaml
+	$(BIN)/python -m dflash_jax regenerate --config configs/demo_train.yaml --limit 96
+	rm -rf runs/demo
 	$(BIN)/python train.py --config configs/demo_train.yaml
 	$(BIN)/python -m dflash_jax bench --config configs/demo_train.yaml
 

@@ -34,10 +34,15 @@ class Timing(NamedTuple):
 
 def bench(config: Config) -> int:
     """Measure as configured; the report's last line is JSON. Returns 1 when a float32 text differs from plain decoding's."""
+    for name, least in (("timed_prompts", 1), ("batch_size", 1), ("max_new_tokens", 2)):
+        if getattr(config.bench, name) < least:
+            raise ConfigError(f"bench.{name} is {getattr(config.bench, name)}: it must be at least {least}")
     prompts = _prompts(config)
     if config.drafter.path is None:
         raise ConfigError("drafter.path is not set: name the drafter to measure")
     target = load_target(config.target.path, dtype="float32")
+    if target.tokenizer is None:
+        raise ConfigError(f"target.path {config.target.path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
     drafter = load_drafter(config.drafter.path, target, dtype="float32")
     encoded = [target.tokenizer.encode_chat([{"role": "user", "content": prompt["turns"][0]}]) for prompt in prompts]
     rows, identical = _exactness(target, drafter, encoded, config)
@@ -152,7 +157,7 @@ def _speed(target: DenseTarget, config: Config, encoded: Sequence[list[int]]) ->
         "plain_dtype": best["plain"],
         "tokens_per_second": round(fast_rate, 2),
         "dtype": best["speculative"],
-        "speedup": round(fast_rate / plain_rate, 4),
+        "speedup": round(fast_rate / max(plain_rate, 1e-9), 4),
         "identical_timed": round(same / max(len(encoded), 1), 4),
         "timed_prompts": len(encoded),
     }

@@ -56,11 +56,14 @@ class Checkpoints:
         step = self.newest
         if step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint: start without --resume")
-        saved = self.manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), identity=ocp.args.JsonRestore()))
-        _check_identity(saved["identity"], json.loads(json.dumps(identity)), self.folder / str(step))
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _by_name(state))
+        small = ocp.args.Composite(data=ocp.args.JsonRestore(), identity=ocp.args.JsonRestore())
         try:
+            saved = self.manager.restore(step, args=small)
+            _check_identity(saved["identity"], json.loads(json.dumps(identity)), self.folder / str(step))
             arrays = self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
+        except CheckpointError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint {self.folder / str(step)} cannot be read ({error}): "

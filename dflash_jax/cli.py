@@ -17,7 +17,7 @@ INTERRUPTED = 130
 def config_parser(description: str, prog: str | None = None) -> Any:
     """A parser for `--config FILE` (YAML) and a dotted override of every field of `Config`."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML preset; later options override it")
     parser.add_class_arguments(Config, None)
     return parser
@@ -36,7 +36,7 @@ def parse_config(argv: Sequence[str], description: str = "A dflash_jax run.") ->
 
 
 def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> None:
-    """Call an entry point and exit: 1 with the message of a `DFlashError`, 130 after Ctrl-C."""
+    """Call an entry point and exit: 1 with the message of a `DFlashError` or of the operating system, 130 after Ctrl-C."""
     try:
         status = main(list(sys.argv[1:] if argv is None else argv))
     except DFlashError as error:
@@ -45,5 +45,8 @@ def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BrokenPipeError:  # the reader of our output left
+        status = 1
+    except OSError as error:  # a full disk, a folder without permission: the message names the file
+        print(f"error: {error}", file=sys.stderr)
         status = 1
     sys.exit(status)

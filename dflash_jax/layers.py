@@ -40,6 +40,8 @@ def _batched_product(spec: str, x: Array, y: Array) -> Array:
     run over several dimensions, and at transposes that it folds into them.
     """
     (x_letters, y_letters), out_letters = spec.split("->")[0].split(","), spec.split("->")[1]
+    if next(c for c in out_letters if c not in x_letters or c not in y_letters) in y_letters:
+        x, y, x_letters, y_letters = y, x, y_letters, x_letters  # the result's first own dimension becomes its rows
     batch = [c for c in out_letters if c in x_letters and c in y_letters]
     rows = [c for c in out_letters if c not in y_letters]
     columns = [c for c in out_letters if c not in x_letters]

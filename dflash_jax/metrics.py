@@ -12,7 +12,6 @@ class MetricsWriter:
     """Appends one JSON object a line to metrics.jsonl; a context manager."""
 
     def __init__(self, folder: Path, tensorboard: bool) -> None:
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self.board: Any = None
         if tensorboard:
             try:
@@ -20,6 +19,7 @@ class MetricsWriter:
             except ImportError:
                 raise ConfigError("train.tensorboard needs tensorboardX: pip install 'dflash_jax[tensorboard]'") from None
             self.board = SummaryWriter(str(folder / "tensorboard"))
+        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write what was measured at a step; lists become one TensorBoard curve an entry."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import read_jsonl
 from dflash_jax.decode import DecodeState, decode
-from dflash_jax.errors import DataError
+from dflash_jax.errors import ConfigError, DataError
 from dflash_jax.generate import start
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
@@ -32,9 +33,17 @@ def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, confi
     that do not fit the target's context are counted and reported. Returns how many lines were written.
     """
     out = Path(out)
+    twice = next((name for name, count in Counter(prompt["id"] for prompt in prompts).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"two prompts are called {twice}: give each its own id, or a finished one could hide the other")
     done = _finished_ids(out)
     waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
     room = target.config.max_position - config.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the target's context of "
+            f"{target.config.max_position} tokens: lower it"
+        )
     too_long, written = 0, 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with (

@@ -70,6 +70,7 @@ def fit(config: Config) -> int:
 
     The run folder then holds config.json (merged), metrics.jsonl, checkpoints/ and drafter/ (z-lab's layout).
     """
+    _check_counts(config)
     run_dir = Path(config.train.run_dir)
     mesh = make_mesh(config.mesh)
     target = load_target(config.target.path, dtype=config.target.dtype)
@@ -84,10 +85,7 @@ def fit(config: Config) -> int:
     )
     steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
     drafter = _first_drafter(config, target, dataset)
-    sample = dataset.batch(0)
-    tap_sizes_M = tap_sizes(
-        target, drafter.config.target_layer_ids, jnp.asarray(sample["tokens_BT"]), jnp.asarray(sample["length_B"])
-    )
+    tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, _sample(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
     state = init_state(drafter, tx, mesh)
@@ -119,19 +117,34 @@ def fit(config: Config) -> int:
     return 0
 
 
+def _check_counts(config: Config) -> None:
+    least = {"train.steps": 0, "train.eval_every": 0, "data.num_epochs": 1, "data.heldout_prompts": 1}
+    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep", "eval_max_new_tokens")
+    for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
+        section, field = name.split(".")
+        value = getattr(getattr(config, section), field)
+        if value < low:
+            raise ConfigError(f"{name} is {value}: it must be at least {low}")
+
+
 def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     wanted = drafter_config(config, target.config)
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
         return Drafter.random(key, wanted)
     if config.train.init == "target":
-        sample = dataset.batch(0)
-        return drafter_from_target(key, wanted, target, jnp.asarray(sample["tokens_BT"]), jnp.asarray(sample["length_B"]))
+        return drafter_from_target(key, wanted, target, _sample(dataset))
     if config.drafter.path is None:
         raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
     loaded = load_drafter(config.drafter.path, target, dtype="float32")
     check_drafter_fits(target, loaded)
     return Drafter(dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout), loaded.params)
+
+
+def _sample(dataset: ConversationDataset) -> Batch:
+    """The first batch: typical rows to measure sizes on."""
+    raw = dataset.batch(0)
+    return Batch(*(jnp.asarray(raw[name]) for name in ("tokens_BT", "loss_mask_BT", "length_B")))
 
 
 def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:

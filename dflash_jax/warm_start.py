@@ -4,43 +4,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dflash_jax.config import DFlashConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.targets import DenseTarget, Target
+from dflash_jax.train_step import Batch, target_features
 
 FUSER_PASS = 0.1
-"""weight with which the fuser passes the deepest tap; features are normed after it, so it only says how fast other taps gain on it"""
+"""weight with which the fuser passes the deepest tap: features are normed after it, so it says how fast other taps gain on it"""
 
 
-def tap_sizes(
-    target: Target, taps: tuple[int, ...], sample_BT: Int[Array, "B T"], lengths_B: Int[Array, " B"]
-) -> Float[Array, " M"]:
-    """Root-mean-square of every tap dimension over the real tokens of sample rows, the first token of a row left out (it is a sink)."""
-    slots_T = jnp.arange(sample_BT.shape[1], dtype=jnp.int32)
-    positions_BT = jnp.where(slots_T[None] < lengths_B[:, None], slots_T[None], -1)
-    _, taps_BTM, _ = target.extend(target.params, sample_BT, positions_BT, target.init_cache(*sample_BT.shape), taps)
-    real_BT1 = (positions_BT > 0).astype(jnp.float32)[..., None]
-    return jnp.sqrt((jnp.square(taps_BTM) * real_BT1).sum((0, 1)) / jnp.maximum(real_BT1.sum(), 1.0)) + 1e-3
+def tap_sizes(target: Target, taps: tuple[int, ...], sample: Batch) -> Float[Array, " M"]:
+    """Root-mean-square of every tap dimension over the real tokens of sample rows but their first ones (attention sinks)."""
+    taps_BTM = target_features(target, target.params, sample, taps)
+    slots_T = jnp.arange(taps_BTM.shape[1], dtype=jnp.int32)
+    real_BT = (slots_T[None] > 0) & (slots_T[None] < sample.length_B[:, None])
+    return jnp.sqrt(jnp.mean(jnp.square(taps_BTM[real_BT]), axis=0)) + 1e-3
 
 
-def drafter_from_target(
-    key: Array, config: DFlashConfig, target: DenseTarget, sample_BT: Int[Array, "B T"], lengths_B: Int[Array, " B"]
-) -> Drafter:
+def drafter_from_target(key: Array, config: DFlashConfig, target: DenseTarget, sample: Batch) -> Drafter:
     """A drafter whose layers are the target's last ones, whose fuser passes the deepest tap, and whose final norm is the target's.
 
     In the target each layer norms its input by a scale of its own, which holds down the few dimensions that are hundreds of times
     larger than the rest. The drafter norms its context features once for all layers, so that norm and all input norms get the
     layers' mean scale, and q, k and v the rest of their own. The target's queries and keys may have no norms: the drafter's then
-    get the typical size of the layer's, measured on sample rows (token ids [B, T], real lengths [B]). Raises `ConfigError` when the
+    get the typical size of the layer's, measured on sample rows. Raises `ConfigError` when the
     shapes of the two differ.
     """
     _check(config, target)
     drafter = Drafter.random(key, config)
     first = target.config.num_layers - config.num_draft_layers
-    inputs = _layer_inputs(target, first, sample_BT, lengths_B)
+    inputs = _layer_inputs(target, first, sample)
     params = jax.tree.map(lambda x: x, drafter.params)  # a new tree: leaves are replaced below
     scales = [_f32(layer["input_layernorm"]["scale"]) for layer in (target.params["layers"][first + i] for i in range(len(inputs)))]
     shared_D = jnp.exp(sum(jnp.log(jnp.abs(scale_D) + 1e-6) for scale_D in scales) / len(scales))
@@ -70,14 +66,12 @@ def drafter_from_target(
     return Drafter(config, params)
 
 
-def _layer_inputs(target: DenseTarget, first: int, sample_BT: Array, lengths_B: Array) -> list[Array]:
+def _layer_inputs(target: DenseTarget, first: int, sample: Batch) -> list[Array]:
     """What enters layers first.. of the target, root-mean-square normed, for the real tokens [N, D]."""
     taps = tuple(range(first - 1, target.config.num_layers - 1))
-    slots_T = jnp.arange(sample_BT.shape[1], dtype=jnp.int32)
-    real_BT = slots_T[None] < lengths_B[:, None]
-    positions_BT = jnp.where(real_BT, slots_T[None], -1)
-    _, taps_BTM, _ = target.extend(target.params, sample_BT, positions_BT, target.init_cache(*sample_BT.shape), taps)
-    split = jnp.split(taps_BTM[real_BT], len(taps), axis=-1)
+    slots_T = jnp.arange(sample.tokens_BT.shape[1], dtype=jnp.int32)
+    real_BT = slots_T[None] < sample.length_B[:, None]
+    split = jnp.split(target_features(target, target.params, sample, taps)[real_BT], len(taps), axis=-1)
     return [x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + target.config.rms_norm_eps) for x in split]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dflash_jax.drafter import Execution
 
@@ -121,7 +122,7 @@ def rotate(x_HE, position, theta):
 
 def draft_hidden(params, config, taps_TM, anchor, block_KD):
     """Final hidden states of one block, float64, from the paper's formulas (default rotary positions)."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params.to_pure_dict())
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(params))
     eps, theta = config.rms_norm_eps, config.rope.theta
 
     def linear(x, name):

@@ -72,7 +72,8 @@ def test_anchored_equals_one_dense_softmax_and_loops(case):
 
 def test_anchored_in_bfloat16_is_close():
     args = inputs()
-    ours, _ = anchored_attention(*args, jnp.asarray(ANCHORS), causal=False, window=None, dtype="bfloat16")
+    attend = jax.jit(partial(anchored_attention, causal=False, window=None, dtype="bfloat16"))
+    ours, _ = attend(*args, jnp.asarray(ANCHORS))
     wanted, _ = loop_anchored_attention(*args, ANCHORS, causal=False, window=None)
     assert ours.dtype == jnp.float32
     error = np.abs(np.asarray(ours) - wanted).max()
@@ -157,7 +158,7 @@ def cached_inputs():
 def test_cached_equals_loops():
     args = cached_inputs()
     positions_BT = np.array([[0, 3, 6], [2, 5, 1]], np.int32)  # rows at different lengths, positions in any order
-    ours = cached_attention(*args, jnp.asarray(positions_BT), "float32")
+    ours = jax.jit(cached_attention, static_argnums=4)(*args, jnp.asarray(positions_BT), "float32")
     np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT), rtol=1e-5, atol=1e-5)
 
 
@@ -168,6 +169,6 @@ def test_cached_rows_that_see_nothing_stay_finite():
     def total(*args):
         return (cached_attention(*args, positions_BT, "float32") ** 2).sum()
 
-    value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(*cached_inputs())
+    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*cached_inputs())
     assert np.isfinite(value)
     assert all(np.isfinite(g).all() for g in grads)

@@ -20,7 +20,8 @@ from tiny_models import (
     table_target,
 )
 
-from dflash_jax.decode import DecodeState, commit, decode, prefill_lengths
+from dflash_jax.config import DecodeConfig
+from dflash_jax.decode import DecodeState, commit, decode, draft, prefill_lengths
 from dflash_jax.generate import NO_LIMIT, finish, start
 from dflash_jax.targets import Target, TrainableTarget
 
@@ -112,7 +113,7 @@ def test_invariant_and_progress_round_by_round():
     prompts = [random_prompt(row, length) for row, length in enumerate((2, 5, 9, 12))]
     texts = [prompt + reference.plain(target.next_token, prompt, 30).tokens for prompt in prompts]
     drafter = scripted_drafter(texts, good=[0, 1, BLOCK - 2, BLOCK - 1])
-    begin = partial(start, target, drafter, prompts, max_new_tokens=20)
+    begin = partial(start, target, drafter, prompts, DecodeConfig(20))
     state, lengths = begin()
     snapshots = []
     for done_rounds in range(1, 21):
@@ -140,12 +141,19 @@ def read(target, drafter, text):
     return cache, drafter.extend_context(drafter.params, taps, positions, drafter.init_cache(1, CONTEXT))
 
 
-def test_caches_after_rejections_equal_fresh_ones():
-    """A useless drafter rejects in every round; nothing of it remains where a later query can look."""
+def test_drafts_and_caches_after_rejections_equal_fresh_ones():
+    """A useless drafter rejects in every round: each draft is the one made from scratch, and nothing rejected remains."""
     target, drafter = dense_target(), dense_drafter()
-    state, lengths = start(target, drafter, [random_prompt(3, 9)], max_new_tokens=14)
-    state = advance(target, drafter, state)
-    assert int(state.rounds_B[0]) > 3
+    state, lengths = start(target, drafter, [random_prompt(3, 9)], DecodeConfig(14))
+    _, from_scratch, _ = reference.from_scratch(target, drafter)
+    draft_now = jax.jit(lambda state: draft(target.params, drafter.params, state, target, drafter, BLOCK))
+    drafts = set()
+    while not state.done_B.all():
+        drafted = draft_now(state)[0].tolist()
+        assert drafted == from_scratch(state.tokens_BL[0, : int(state.length_B[0])].tolist())
+        drafts.add(tuple(drafted))
+        state = advance(target, drafter, state, 1)
+    assert len(drafts) > 3
     n = int(state.length_B[0])
     assert n == lengths[0] + 14
     fresh = jax.jit(partial(read, target, drafter))
@@ -163,7 +171,7 @@ def test_caches_after_rejections_equal_fresh_ones():
 
 def test_state_is_donated_and_caches_are_updated_in_place():
     target, drafter = dense_target(), dense_drafter()
-    state, _ = start(target, drafter, [random_prompt(0, 4)], max_new_tokens=14)
+    state, _ = start(target, drafter, [random_prompt(0, 4)], DecodeConfig(14))
     caches = jax.tree.leaves((state.target_cache, state.draft_cache))
     size = sum(x.nbytes for x in caches)
     args = (target.params, drafter.params, state, jnp.int32(3))
@@ -177,7 +185,7 @@ def test_state_is_donated_and_caches_are_updated_in_place():
 def test_the_loop_never_leaves_the_device():
     target = table_target()
     drafter = constant_drafter(5)
-    state, _ = start(target, drafter, [random_prompt(0, 4)], max_new_tokens=14)
+    state, _ = start(target, drafter, [random_prompt(0, 4)], DecodeConfig(14))
     limit = jnp.int32(NO_LIMIT)
     program = str(decode.trace(target.params, drafter.params, state, limit, target=target, drafter=drafter).jaxpr)
     assert program.count("while[") == 1

@@ -22,6 +22,7 @@ from tiny_models import (
     table_target,
 )
 
+from dflash_jax.config import DecodeConfig
 from dflash_jax.decode import decode, prefill
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
@@ -115,17 +116,29 @@ SAMPLING = [
 def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
     """Row r draws with seed + r, keyed by position, so drafts change nothing; and both are what the law and the keys say."""
     _, _, logits = dense_twin()
-    outs = [
-        generate(dense_target(), drafter, DENSE_PROMPTS, 12, seed=5, **options)
-        for drafter in (None, dense_drafter(), dense_drafter(temperature=0.8))
-    ]
-    assert outs[0].tokens == outs[1].tokens == outs[2].tokens
+    drafters = (None, dense_drafter(temperature=0.8))
+    outs = [generate(dense_target(), drafter, DENSE_PROMPTS, 12, seed=5, **options) for drafter in drafters]
+    assert outs[0].tokens == outs[1].tokens
     assert outs[0].tokens != generate(dense_target(), None, DENSE_PROMPTS, 12, seed=6, **options).tokens
     for row in (0, 3):
         wanted = reference.plain(
             lambda text, row=row: reference.keyed_draw(logits(text), 5 + row, len(text), **options), DENSE_PROMPTS[row], 12
         )
         assert outs[0].tokens[row] == wanted.tokens
+
+
+@pytest.mark.parametrize("good", [0, 2, BLOCK])
+def test_sampled_output_with_rigged_drafts(good):
+    """A drafter that knows the draws commits whole blocks; one that misses changes nothing but the rounds."""
+    target, options = table_target(), {"temperature": 0.9, "top_k": 20, "seed": 11}
+    prompt = random_prompt(2, 5)
+    answer = reference.plain(
+        lambda text: reference.keyed_draw(target.logits(text), 11, len(text), temperature=0.9, top_k=20), prompt, 19
+    )
+    assert answer.tokens != reference.plain(target.next_token, prompt, 19).tokens
+    out = generate(target, scripted_drafter([prompt + answer.tokens], good=[good]), [prompt], 19, **options)
+    assert out.tokens[0] == answer.tokens
+    assert out.stats.pooled.rounds == 18 // min(good + 1, BLOCK)
 
 
 def test_own_head_embedding_and_learned_mask_decode():
@@ -237,7 +250,7 @@ def test_capacity_edge(new, good):
     text = texts_of(target, [prompt], 130)[0]
     out = generate(target, scripted_drafter([text], good=[good]), [prompt], new)
     assert out.tokens[0] == text[12 : 12 + new]
-    state, _ = start(target, scripted_drafter([text]), [prompt], new)
+    state, _ = start(target, scripted_drafter([text]), [prompt], DecodeConfig(new))
     assert state.tokens_BL.shape == (1, 128 if new <= 110 else 256)
 
 
@@ -249,7 +262,7 @@ def test_context_edge(length):
     for drafter in (scripted_drafter([text]), scripted_drafter([text], good=[2]), None):
         out = generate(target, drafter, [prompt], 2**40)
         assert (out.tokens[0], out.finish_reason[0]) == (text[length:CONTEXT], "length")
-    state, _ = start(target, None, [prompt], 2**40)
+    state, _ = start(target, None, [prompt], DecodeConfig(2**40))
     assert state.tokens_BL.shape[1] <= 256
 
 
@@ -309,7 +322,7 @@ def test_no_round_has_no_acceptance_length():
 def test_stream_equals_generate(new):
     target, prompt = table_target({30: STOP}), random_prompt(4, 9)
     drafter = scripted_drafter(texts_of(target, [prompt]), good=[1])
-    *pieces, last = stream(target, drafter, prompt, max_new_tokens=new, stop_token_ids=[STOP])
+    *pieces, last = stream(target, drafter, prompt, DecodeConfig(new), [STOP])
     assert last == generate(target, drafter, [prompt], new, stop_token_ids=[STOP])
     assert [token for piece in pieces for token in piece] == last.tokens[0]
     assert all(pieces)
@@ -325,7 +338,7 @@ def test_nothing_compiles_twice_within_a_bucket():
     generate(target, drafter, [[1, 2, 3]], 5, **sampled)
     before = prefill._cache_size(), decode._cache_size()
     for length, new in ((1, 1), (7, 90), (16, 106)):
-        generate(target, drafter, [random_prompt(length, length)], new, stop_token_ids=[length])
+        generate(target, drafter, [random_prompt(length, length)], new, stop_token_ids=range(40, 40 + min(length, 8)))
         generate(table_target({9: 4}), constant_drafter(4), [random_prompt(length, length)], new)
         generate(target, drafter, [[5] * length], new, temperature=1.5, top_k=0, min_p=0.1, seed=7)
     assert (prefill._cache_size(), decode._cache_size()) == before
@@ -368,7 +381,7 @@ BAD = {
     "seed": (lambda: {"seed": -1}, ConfigError, "seed is -1"),
     "width": (lambda: {"drafter": other(target_hidden_dim=8, draft_hidden_dim=8)}, ConfigError, "target_hidden_dim is 8 but .* 16"),
     "vocabulary": (lambda: {"drafter": other(vocab_size=62)}, ConfigError, "vocab_size is 62 but the target has 61"),
-    "depth": (lambda: {"drafter": other(num_target_layers=4)}, ConfigError, "num_target_layers is 4 but the target has 3"),
+    "depth": (lambda: {"drafter": other(num_target_layers=4)}, ConfigError, "num_target_layers is 4 but the target has 2"),
     "mask stops": (
         lambda: {"target": table_target(stop_token_ids=(MASK,))},
         ConfigError,
@@ -390,4 +403,4 @@ def test_bad_input_is_refused_by_name(name):
 
 def test_unknown_verify_rule_is_refused():
     with pytest.raises(ConfigError, match="verify 'guess' is unknown"):
-        inspect.unwrap(start)(table_target(), None, [[1]], verify="guess")  # the type checker of the tests would object first
+        inspect.unwrap(generate)(table_target(), None, [[1]], verify="guess")  # the type checker of the tests would object first

@@ -41,7 +41,7 @@ def assert_sums(sums, logits, labels, supervised, gamma=GAMMA):
     np.testing.assert_allclose(sums.acceptance_length, 1 + wanted.accepted / wanted.blocks, rtol=1e-6)
 
 
-run_head = jax.jit(head_loss, static_argnames=("frozen", "logit_chunk", "dtype"))
+run_head = jax.jit(head_loss, static_argnames=("gamma_decay", "frozen", "logit_chunk", "dtype"))
 
 
 def value_and_gradient(hidden, head, labels, supervised, candidates=None, **options):

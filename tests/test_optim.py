@@ -2,9 +2,9 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from dflash_jax.config import OptimConfig
@@ -37,8 +37,6 @@ def updates_of(config, grads, params):
 
 @pytest.fixture
 def standard_promotion():
-    import jax
-
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -83,15 +81,19 @@ def test_refused_settings(change, message):
         optimizer(OptimConfig(**change), 10)
 
 
-def test_two_equal_configs_make_the_same_optimizer():
-    """A restarted run compiles to the same numbers: nothing random, nothing global."""
-    a, b = (optimizer(OptimConfig(), 7) for _ in range(2))
-    assert isinstance(a, optax.GradientTransformation)
-    params = {"w": jnp.ones(3)}
-    assert all((x == y).all() for x, y in zip(*(map(jnp.asarray, _leaves(tx.init(params))) for tx in (a, b)), strict=True))
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_fusers_rows_learn_by_the_size_of_their_tap():
+    """Only the fuser's projection is changed, row by row."""
+    params = {"fuser": {"fc": {"kernel": jnp.ones((2, 3))}, "hidden_norm": {"scale": jnp.ones(3)}}, "norm": {"scale": jnp.ones(3)}}
+    grads = jax.tree.map(lambda x: x * jnp.float32(0.1), params)
 
+    def first(**options):
+        tx = optimizer(OptimConfig(learning_rate=0.5), 10, **options)
+        return tx.update(grads, tx.init(params), params)[0]
 
-def _leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+    plain, sized = first(), first(tap_sizes_M=jnp.asarray([4.0, 0.5]))
+    np.testing.assert_allclose(
+        sized["fuser"]["fc"]["kernel"], plain["fuser"]["fc"]["kernel"] / np.asarray([[4.0], [0.5]]), rtol=1e-6
+    )
+    for part in (lambda tree: tree["norm"]["scale"], lambda tree: tree["fuser"]["hidden_norm"]["scale"]):
+        np.testing.assert_array_equal(part(sized), part(plain))

@@ -92,18 +92,18 @@ def test_a_draw_depends_on_seed_position_and_purpose_only():
     """The same token whatever the width of the pass, its batch row, and the settings of other rows."""
     setting, x = (1.0, 0, 1.0, 0.0), logits(3)
     positions = jnp.broadcast_to(jnp.arange(10, 10 + K, dtype=jnp.int32), (B, K))
-    whole = np.asarray(draw(x, positions, rows(*B * [setting]), TARGET_DRAW))
+    whole = np.asarray(jitted_draw(x, positions, rows(*B * [setting]), TARGET_DRAW))
     for k in range(K):
-        one = draw(x[:, k : k + 1], positions[:, k : k + 1], rows(*B * [setting]), TARGET_DRAW)
+        one = jitted_draw(x[:, k : k + 1], positions[:, k : k + 1], rows(*B * [setting]), TARGET_DRAW)
         np.testing.assert_array_equal(one[:, 0], whole[:, k])
-    alone = draw(x[4:5], positions[4:5], rows(setting, seeds=[4]), TARGET_DRAW)
+    alone = jitted_draw(x[4:5], positions[4:5], rows(setting, seeds=[4]), TARGET_DRAW)
     np.testing.assert_array_equal(alone[0], whole[4])
     same = jnp.zeros((B, K, V))
     other_purpose, other_seed = (
-        np.asarray(draw(same, positions, rows(*B * [setting], seeds=seeds), purpose))
+        np.asarray(jitted_draw(same, positions, rows(*B * [setting], seeds=seeds), purpose))
         for seeds, purpose in ((range(B), DRAFT_DRAW), (range(B, 2 * B), TARGET_DRAW))
     )
-    flat = np.asarray(draw(same, positions, rows(*B * [setting]), TARGET_DRAW))
+    flat = np.asarray(jitted_draw(same, positions, rows(*B * [setting]), TARGET_DRAW))
     for other in (other_purpose, other_seed, flat[:, ::-1]):
         assert (other != flat).mean() > 0.5
     assert len(np.unique(flat)) > 10
@@ -112,7 +112,7 @@ def test_a_draw_depends_on_seed_position_and_purpose_only():
 def test_draws_equal_the_reference():
     positions = jnp.asarray([[0, 1, 2, 3], [5, 6, 7, 8], [100, 200, 300, 400]], jnp.int32)
     settings, x = [(0.7, 0, 1.0, 0.0), (1.3, 9, 1.0, 0.0), (1.0, 0, 0.8, 0.02)], logits(4, (3, 4, V))
-    got = draw(x, positions, rows(*settings, seeds=[3, 9, 2**31]), TARGET_DRAW)
+    got = jitted_draw(x, positions, rows(*settings, seeds=[3, 9, 2**31]), TARGET_DRAW)
     for b, k in np.ndindex(3, 4):
         names = dict(zip(("temperature", "top_k", "top_p", "min_p"), settings[b], strict=True))
         assert int(got[b, k]) == reference.keyed_draw(x[b, k], [3, 9, 2**31][b], int(positions[b, k]), **names)
@@ -121,8 +121,8 @@ def test_draws_equal_the_reference():
 def test_greedy_rows_in_a_sampled_batch_are_greedy():
     x = logits(5)
     positions = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K))
-    mixed = draw(x, positions, rows(*[(t, 3, 0.9, 0.0) for t in (0.0, 5.0, 0.0, 5.0, 0.0, 5.0)]), TARGET_DRAW)
-    greedy = draw(x, positions, None, TARGET_DRAW)
+    mixed = jitted_draw(x, positions, rows(*[(t, 3, 0.9, 0.0) for t in (0.0, 5.0, 0.0, 5.0, 0.0, 5.0)]), TARGET_DRAW)
+    greedy = jitted_draw(x, positions, None, TARGET_DRAW)
     np.testing.assert_array_equal(greedy, x.argmax(-1))
     np.testing.assert_array_equal(mixed[::2], greedy[::2])
     assert (mixed[1::2] != greedy[1::2]).any()

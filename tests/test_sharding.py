@@ -74,9 +74,7 @@ def test_parameters_and_moments_follow_the_rules(state):
     """Every leaf, and both of AdamW's moments as the parameter they belong to."""
     found = {name(path): leaf.sharding.spec for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
     assert found == SPECS
-    moments = [
-        (name(path), leaf.sharding.spec, leaf.ndim) for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
-    ]
+    moments = [(name(path), leaf.sharding.spec, leaf.ndim) for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)]
     for parameter, want in SPECS.items():
         of_parameter = [found for path, found, _ in moments if path.endswith(parameter)]
         if parameter != "['norm']['scale']":

@@ -14,8 +14,8 @@ from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
 
-VOCAB, HIDDEN, LAYERS, BLOCK, MASK, CONTEXT = 61, 16, 3, 6, 60, 128
-TAPS = (0, 2)
+VOCAB, HIDDEN, LAYERS, BLOCK, MASK, CONTEXT = 61, 16, 2, 6, 60, 128
+TAPS = (0, 1)
 TARGET = TargetConfig("qwen3", VOCAB, HIDDEN, LAYERS, 4, 2, 8, 24, 1e-6, CONTEXT, qk_norm=True, tie_embeddings=False)
 DRAFTER = DFlashConfig(
     target_hidden_dim=HIDDEN,

@@ -19,7 +19,7 @@ from dflash_jax.hf import load_target, save_drafter
 from dflash_jax.sharding import make_mesh
 from dflash_jax.trainer import drafter_config
 
-VOCAB, LAYERS, MASK, STOP = 272, 4, 3, 2
+VOCAB, LAYERS, MASK, STOP = 267, 4, 3, 2
 CONFIG_JSON = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS, head_dim=8, eos_token_id=STOP)
 
 
@@ -89,7 +89,14 @@ def tiny_run(run_dir, **changes):
         data=DataConfig(train=[conversations()], max_length=32, buckets=[32], batch_size=4, num_epochs=2),
         optim=OptimConfig(learning_rate=1e-2, warmup_ratio=0.25),
         train=TrainConfig(
-            run_dir=str(run_dir), steps=4, anchors_per_row=3, anchor_chunk=2, logit_chunk=16, log_every=2, save_every=2, eval_every=0
+            run_dir=str(run_dir),
+            steps=4,
+            anchors_per_row=3,
+            anchor_chunk=2,
+            logit_chunk=16,
+            log_every=2,
+            save_every=2,
+            eval_every=0,
         ),
     )
     for name, value in changes.items():

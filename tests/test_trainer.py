@@ -1,0 +1,389 @@
+"""Whole runs: what they leave behind, that they continue bit for bit, and that they stop cleanly."""
+
+import dataclasses
+import errno
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tiny_run
+from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folder, tiny_target, user, write_lines
+
+import dflash_jax.trainer as trainer
+from dflash_jax.config import Config, DecodeConfig, to_json
+from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError
+from dflash_jax.generate import generate
+from dflash_jax.hf import load_drafter
+from dflash_jax.metrics import MetricsWriter
+from dflash_jax.regenerate import regenerate
+
+make_train_step = trainer.make_train_step
+STEPS = {}
+"""Compiled steps by what decides them: restarted runs here use the program of the first, as a compilation cache would"""
+
+
+def remembered_step(config, target, drafter, tx, mesh):
+    train = dataclasses.replace(config.train, run_dir="", resume=False, save_every=1, log_every=1, init="random")
+    key = repr((config.data, config.optim, train, drafter.config, target.config, mesh))
+    return STEPS.setdefault(key, make_train_step(config, target, drafter, tx, mesh))
+
+
+def on_one_device(patch):
+    patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh())
+    patch.setattr(trainer, "make_train_step", remembered_step)
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    on_one_device(monkeypatch)
+
+
+@pytest.fixture
+def seen_rows(monkeypatch):
+    """Row ids of every step of the runs of a test."""
+    ids = []
+    place_batch = trainer.place_batch
+
+    def watched(raw, mesh):
+        ids.append(raw["id_B"].tolist())
+        return place_batch(raw, mesh)
+
+    monkeypatch.setattr(trainer, "place_batch", watched)
+    return ids
+
+
+def before_step(monkeypatch, step, act):
+    """Call `act(state)` before that step of the next run; what it returns replaces the state."""
+    remembered = trainer.make_train_step
+
+    def made(*args):
+        real = remembered(*args)
+
+        def stepped(state, *rest):
+            if int(state.step) == step - 1:
+                state = act(state) or state
+            return real(state, *rest)
+
+        return stepped
+
+    monkeypatch.setattr(trainer, "make_train_step", made)
+
+
+def interrupt(state):
+    raise KeyboardInterrupt
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_state(run_dir, step):
+    """All arrays of a checkpoint by name, read with Orbax alone."""
+    folder = (Path(run_dir) / "checkpoints" / str(step) / "state").absolute()
+    return {name: np.asarray(x) for name, x in ocp.StandardCheckpointer().restore(folder).items()}
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    assert len(a) > 40
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four steps without a break."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_one_device(patch)
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        assert trainer.fit(tiny_run.tiny_run(run_dir)) == 0
+    return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves behind
+
+
+def test_metrics(whole):
+    lines = metrics_of(whole)
+    assert [line["step"] for line in lines] == [2, 4]
+    for line in lines:
+        assert set(line) == {
+            "loss", "unweighted_loss", "acceptance_length", "accuracy_per_position", "grad_norm", "anchors_per_second",
+            "tokens_per_second", "step", "learning_rate",
+        }  # fmt: skip
+        assert len(line["accuracy_per_position"]) == 3
+        assert all(0 <= share <= 1 for share in line["accuracy_per_position"])
+        assert 1 <= line["acceptance_length"] <= 4
+        assert 0 < line["loss"] < 20
+        assert line["anchors_per_second"] > 0
+        assert line["tokens_per_second"] > line["anchors_per_second"], "a row of 20 tokens has 3 anchors"
+    assert lines[0]["learning_rate"] == pytest.approx(1e-2), "the second step is at the top of the schedule"
+    assert lines[1]["learning_rate"] < lines[0]["learning_rate"]
+
+
+def test_config_is_saved_merged(whole):
+    saved = json.loads((whole / "config.json").read_text())
+    assert saved == json.loads(to_json(tiny_run.tiny_run(whole)))
+    assert saved["optim"]["beta2"] == Config().optim.beta2, "defaults are written too"
+
+
+def test_the_drafter_loads_and_drafts(whole):
+    target = tiny_target()
+    drafter = load_drafter(whole / "drafter", target, dtype="float32")
+    assert (drafter.config.block_size, drafter.config.mask_token_id) == (4, MASK)
+    trained = {name: value for name, value in final_state(whole, 4).items() if name.startswith(".params")}
+    for (name, ours), theirs in zip(leaves(drafter.params).items(), trained.values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=f"{name}: bfloat16 of what was trained")
+    prompt = target.tokenizer.encode_chat([user("a")])
+    plain, fast = (generate(target, d, [prompt], max_new_tokens=12) for d in (None, drafter))
+    assert fast.tokens == plain.tokens
+    assert fast.stats.pooled.rounds > 0
+
+
+def test_only_the_last_checkpoints_stay(whole):
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4"]
+    names = final_state(whole, 4)
+    assert sum(".params" in name for name in names) * 3 < len(names), "parameters, two moments of each, and counters"
+    assert not any("embed_tokens" in name for name in names), "the target is not in it"
+
+
+def test_tensorboard_on_request(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(3, {"loss": 1.5, "accuracy_per_position": [0.5, 0.25]})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert all(name in events.read_bytes() for name in (b"loss", b"accuracy_per_position/1", b"accuracy_per_position/2"))
+    assert metrics_of(tmp_path) == [{"loss": 1.5, "accuracy_per_position": [0.5, 0.25]}]
+
+
+def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dflash_jax\[tensorboard\]'"):
+        MetricsWriter(tmp_path, tensorboard=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping and continuing
+
+
+@pytest.mark.parametrize("features", ["online", "memory"])
+def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_rows, features):
+    """Ctrl-C in step 3 saves step 2, says how to go on, and going on gives the same bits from the same rows."""
+    config = tiny_run.tiny_run(tmp_path / "parts", train__features=features, train__save_every=100)
+    straight = tiny_run.tiny_run(tmp_path / "straight", train__features=features, train__save_every=100)
+    assert trainer.fit(straight) == 0
+    rows, seen_rows[:] = list(seen_rows), []
+    assert len({tuple(ids) for ids in rows}) == 4
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, interrupt)
+        assert trainer.fit(config) == 130
+    assert "stopped at step 2 of 4; continue with the same command and --resume" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["2"]
+    del seen_rows[2:]  # the third batch was taken, not used
+    resumed = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))
+    assert trainer.fit(resumed) == 0
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert seen_rows == rows
+    assert_equal(final_state(tmp_path / "parts", 4), final_state(tmp_path / "straight", 4))
+    last = [metrics_of(tmp_path / name)[-1] for name in ("parts", "straight")]
+    assert last[0]["loss"] == last[1]["loss"]
+
+
+def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
+    """bfloat16 apart; the fourth step sees rows for the second time."""
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory")) == 0
+    for kept, online in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
+        assert kept["loss"] == pytest.approx(online["loss"], rel=1e-2)
+
+
+def test_eight_devices_and_another_mesh_after(tmp_path, monkeypatch, whole):
+    """Two steps on 2 x 2 x 2, the rest on one device: the losses of one device alone."""
+    config = tiny_run.tiny_run(tmp_path / "r")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh(2, 2, 2))
+        before_step(patch, 3, interrupt)
+        assert trainer.fit(config) == 130
+    assert trainer.fit(dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))) == 0
+    for ours, theirs in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_another_config_cannot_continue(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "r")
+    config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, optim__learning_rate=0.5, train__anchors_per_row=4)
+    with pytest.raises(
+        CheckpointError, match=r"optim\.learning_rate: 0\.01 there, 0\.5 now; train\.anchors_per_row: 3 there, 4 now"
+    ):
+        trainer.fit(config)
+    config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, data__seed=1)
+    with pytest.raises(CheckpointError, match=r"another config \(data: "):
+        trainer.fit(config)
+    assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
+    assert json.loads((tmp_path / "r" / "config.json").read_text())["data"]["seed"] == 0, "nothing was written"
+
+
+def test_a_run_folder_in_use_is_left_alone(whole):
+    before = (whole / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=r"holds a run that reached step 4: --resume it, or give another train\.run_dir"):
+        trainer.fit(tiny_run.tiny_run(whole, optim__beta1=0.5))
+    assert (whole / "metrics.jsonl").read_text() == before
+    assert json.loads((whole / "config.json").read_text())["optim"]["beta1"] == 0.9
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint: start without --resume"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True))
+
+
+def test_a_finished_run_may_be_resumed(tmp_path, whole):
+    """It only writes the drafter again."""
+    shutil.copytree(whole, tmp_path / "r")
+    shutil.rmtree(tmp_path / "r" / "drafter")
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True)) == 0
+    assert (tmp_path / "r" / "drafter" / "model.safetensors").read_bytes() == (whole / "drafter" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("save_every", "newest"), [(2, 2), (1, 2)])
+def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every, newest):
+    """A poisoned third step; metrics are read late, so the fourth may have begun."""
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, lambda state: state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params)))
+        message = rf"not finite at step 3: lower optim\.learning_rate and --resume \(the newest checkpoint is step {newest}\)"
+        with pytest.raises(NonFiniteLossError, match=message):
+            trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every))
+    assert "3" not in [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()]
+    assert all(np.isfinite(x).all() for x in final_state(tmp_path / "r", 2).values())
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every, train__resume=True)) == 0
+
+
+def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
+    """The second save fails; the first one is whole and the run goes on from it to the same end."""
+    save = ocp.CheckpointManager.save
+
+    def full(self, step, *args, **kwargs):
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, step, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        with pytest.raises(
+            CheckpointError, match=r"step 4 could not be written .*No space left.* newest whole checkpoint is step 2"
+        ):
+            trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
+    assert not (tmp_path / "r" / "drafter").exists()
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True)) == 0
+    assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# It learns
+
+
+def test_tau_rises(tmp_path):
+    """A drafter of the target's own answers to six prompts: useless at first, then more than 2.5 tokens a verify pass."""
+    target = tiny_target()
+    prompts = [{"id": text, "set": "s", "turns": [text]} for text in "abcdef"]
+    answers = tmp_path / "answers.jsonl"
+    assert regenerate(target, prompts, answers, DecodeConfig(max_new_tokens=30), batch_size=8) == 6
+    heldout = write_lines(tmp_path / "prompts.jsonl", [{"turns": [text]} for text in "abcdef"])
+    config = tiny_run.tiny_run(
+        tmp_path / "r", data__train=[str(answers)], data__heldout=[heldout], data__max_length=64, data__buckets=[64],
+        train__steps=160, train__anchors_per_row=16, train__eval_every=40, train__eval_max_new_tokens=24, train__log_every=40,
+        train__save_every=1000, train__init="random",
+    )  # fmt: skip
+    config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, num_draft_layers=2))
+    assert trainer.fit(config) == 0
+    lines = metrics_of(tmp_path / "r")
+    assert [line["step"] for line in lines] == [40, 40, 80, 80, 120, 120, 160, 160]
+    losses, real = ([line[name] for line in lines if name in line] for name in ("loss", "eval_acceptance_length"))
+    estimated = [line["acceptance_length"] for line in lines if "loss" in line]
+    assert losses == sorted(losses, reverse=True)
+    assert estimated[-1] > 2.5 > estimated[0], estimated
+    assert real[-1] > 2.5, real
+    assert real[-1] > real[0]
+    last = lines[-1]
+    assert set(last) == {"step", "eval_acceptance_length", "eval_acceptance_length_macro", "eval_accepted_per_position"}
+    assert sorted(last["eval_accepted_per_position"], reverse=True) == last["eval_accepted_per_position"]
+    # training's own estimate and a real decode of the exported drafter tell the same story
+    drafter = load_drafter(tmp_path / "r" / "drafter", target, dtype="float32")
+    encoded = [target.tokenizer.encode_chat([user(text)]) for text in "abcdef"]
+    out = generate(target, drafter, encoded, max_new_tokens=24)
+    assert out.tokens == generate(target, None, encoded, max_new_tokens=24).tokens
+    assert out.stats.acceptance_length == pytest.approx(real[-1], abs=0.3), "bfloat16 on disk costs little"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a run starts, and what it refuses
+
+
+def first_parameters(tmp_path, monkeypatch, **changes):
+    """Parameters before the first step, which is interrupted."""
+    before_step(monkeypatch, 1, interrupt)
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 130
+    return {name: value for name, value in final_state(tmp_path / "r", 0).items() if name.startswith(".params")}
+
+
+def test_start_from_a_drafter(tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_run.DRAFTER, path=drafter_folder())
+    started = first_parameters(tmp_path, monkeypatch, train__init="loaded", drafter__path=config.path)
+    stored = leaves(load_drafter(drafter_folder(), tiny_target(), dtype="float32").params)
+    for ours, theirs in zip(started.values(), stored.values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_start_from_the_target(tmp_path, monkeypatch):
+    started = first_parameters(tmp_path, monkeypatch, train__init="target")
+    up = next(value for name, value in started.items() if "up_proj" in name)
+    np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
+
+
+def broken_lines(tmp_path):
+    good = {"messages": [user("a"), assistant("hello")]}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    return [str(tmp_path / "bad.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"data__train": []}, ConfigError, r"data\.train names no file"),
+        ({"data__train": ["absent.jsonl"]}, DataError, r"absent\.jsonl cannot be read"),
+        ({"data__train": broken_lines}, DataError, r"bad\.jsonl:2: not valid JSON"),
+        ({"data__batch_size": 3, "optim__accumulation": 2}, ConfigError, r"data\.batch_size 3 is not a multiple"),
+        ({"drafter__mask_token_id": None}, ConfigError, r"mask_token_id is missing: name an unused token id"),
+        ({"drafter__mask_token_id": STOP}, ConfigError, r"mask_token_id 2 is a stop or pad token"),
+        ({"drafter__mask_token_id": 267}, ConfigError, r"mask_token_id 267 is outside the 267 embedding rows"),
+        ({"drafter__target_layer_ids": [0, 4]}, ConfigError, r"target_layer_ids \[0, 4\] must lie in 0\.\.3"),
+        ({"drafter__target_layer_ids": []}, ConfigError, r"5 taps do not fit a target of 4 layers"),
+        ({"drafter__head_dim": 16}, ConfigError, r"train\.init target needs head_dim 8"),
+        ({"train__init": "loaded"}, ConfigError, r"train\.init loaded needs drafter\.path"),
+        ({"train__log_every": 0}, ConfigError, r"train\.log_every is 0: it must be at least 1"),
+        ({"train__save_every": 0}, ConfigError, r"train\.save_every is 0"),
+        ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
+        ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
+        ({"train__steps": -1}, ConfigError, r"train\.steps is -1: it must be at least 0"),
+        ({"data__num_epochs": 0}, ConfigError, r"data\.num_epochs is 0"),
+        ({"data__heldout": ["absent.jsonl"], "train__eval_every": 2}, DataError, r"absent\.jsonl cannot be read"),
+    ],
+)
+def test_refused_runs(tmp_path, changes, kind, message):
+    """Before the first step, and nothing but the empty folder is left."""
+    changes = {name: value(tmp_path) if callable(value) else value for name, value in changes.items()}
+    with pytest.raises(kind, match=message) as raised:
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes))
+    assert isinstance(raised.value, DFlashError)
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_target_without_tokenizer(tmp_path):
+    folder = tmp_path / "t"
+    shutil.copytree(target_folder(), folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer: training reads text, so add tokenizer\.json"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", target__path=str(folder)))
