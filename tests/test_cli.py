@@ -205,7 +205,7 @@ def test_regenerate_refusals(tmp_path, more, message, capsys):
     assert status_of(commands.main, argv) == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err
-    assert [line for line in err.splitlines() if line.startswith("error:")][0].startswith(message)
+    assert next(line for line in err.splitlines() if line.startswith("error:")).startswith(message)
 
 
 @pytest.mark.parametrize("argv", [["--resume"], ["--train.resume=true"]])

@@ -143,22 +143,19 @@ def test_prompts_that_do_not_fit_are_counted(target, tmp_path, capsys):
 
 
 def test_sampled_answers(target, tmp_path, answers):
-    """Seeded: the same seed writes the same file, another seed or temperature 0 another."""
+    """Seeded: the same seed writes the same file, another seed another; rows of the same text draw apart."""
 
     def sampled(name, seed):
         config = DecodeConfig(max_new_tokens=24, temperature=1.0, top_k=50, seed=seed)
-        assert regenerate(target, prompts(*TEXTS), tmp_path / name, config, batch_size=4) == 6
+        assert regenerate(target, prompts("a", "a", "b"), tmp_path / name, config, batch_size=2) == 3
         return by_id(tmp_path / name)
 
     first = sampled("a", 0)
     assert sampled("b", 0) == first
     assert sampled("c", 10) != first
-    assert first != by_id(answers)
+    assert first["p0"]["answer_tokens"] != first["p1"]["answer_tokens"]
+    assert first["p0"]["answer_tokens"] != by_id(answers)["p0"]["answer_tokens"]
     assert all(len(row["answer_tokens"]) <= 24 for row in first.values())
-    # six rows of the same text draw apart
-    config = DecodeConfig(max_new_tokens=24, temperature=1.0)
-    regenerate(target, prompts("a", "a", "a", "a"), tmp_path / "same", config, batch_size=4)
-    assert len({tuple(row["answer_tokens"]) for row in rows_of(tmp_path / "same")}) > 2
 
 
 def test_a_file_of_something_else_is_left_alone(target, tmp_path):

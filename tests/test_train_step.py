@@ -49,20 +49,25 @@ def make_rows(seed=0):
     }
 
 
-SGD = optax.sgd(1.0)
-"""With it, what a step takes from the parameters is the gradient."""
+SGD = optax.sgd(1.0, momentum=0.5)
+"""With it, what the first step takes from the parameters is the gradient; and it has moments to place."""
 
 
-def run_steps(rows, *, mesh=mesh(), drafter=DRAFTER, tx=SGD, config=CONFIG, steps=1, taps=None, step=None):
+ONE_DEVICE = mesh()
+
+
+def run_steps(rows, *, mesh=ONE_DEVICE, drafter=DRAFTER, tx=SGD, config=CONFIG, steps=1, taps=None, step=None):
     """Parameters before and after, and the metrics of each step."""
     fresh = Drafter.random(jax.random.key(1), drafter)
     state = init_state(fresh, tx, mesh)
     step = step or make_train_step(config, TARGET, fresh, tx, mesh)
     params = jax.device_put(TARGET.params, jax.sharding.NamedSharding(mesh, jax.P()))
-    seen = []
+    seen, places = [], [leaf.sharding for leaf in jax.tree.leaves(state)]
     for _ in range(steps):
         state, metrics = step(state, params, place_batch(rows, mesh), taps)
         seen.append(jax.device_get(metrics))
+    for place, leaf in zip(places, jax.tree.leaves(state), strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim), f"gathered: {place.spec} became {leaf.sharding}"
     return leaves(fresh.params), leaves(state.params), seen
 
 
@@ -82,6 +87,13 @@ def assert_same(a, b, rtol=2e-4):
     for name, ours, theirs in zip(a[2][0].sums._fields, a[2][0].sums, b[2][0].sums, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(a[2][0].grad_norm, b[2][0].grad_norm, rtol=1e-4)
+
+
+def features(rows):
+    return tapped(TARGET.params, place_batch(rows, mesh()))
+
+
+tapped = jax.jit(lambda params, batch: target_features(TARGET, params, batch, (0, 1)))
 
 
 @functools.cache
@@ -113,22 +125,9 @@ def test_the_step_learns_something(plain):
     ("sizes", "accumulation"), [((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 1), 4)], ids=["8 devices", "2x2x2, 2 micro", "4 micro"]
 )
 def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
-    """Global sums over global counts, with rows that have different numbers of supervised slots."""
+    """Global sums over global counts, with rows that have different numbers of supervised slots; and all stays where it was."""
     config = change(accumulation=accumulation)
     assert_same(plain, run_steps(make_rows(), mesh=mesh(*sizes), config=config))
-
-
-def test_the_step_keeps_its_shardings():
-    """New parameters and moments stay where the rules put them: nothing is gathered."""
-    tx, on = optimizer(OptimConfig(), 10), mesh(2, 2, 2)
-    fresh = Drafter.random(jax.random.key(1), DRAFTER)
-    step = make_train_step(CONFIG, TARGET, fresh, tx, on)
-    state = init_state(fresh, tx, on)
-    params = jax.device_put(TARGET.params, jax.sharding.NamedSharding(on, jax.P()))
-    want = [(leaf.sharding, leaf.ndim) for leaf in jax.tree.leaves(state)]
-    state, _ = step(state, params, place_batch(make_rows(), on), None)
-    for (sharding, ndim), leaf in zip(want, jax.tree.leaves(state), strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, ndim), f"{sharding.spec} became {leaf.sharding}"
 
 
 def test_rows_are_independent_of_padding(plain):
@@ -145,7 +144,7 @@ def test_anchors_follow_the_step_and_the_seed():
     again = run_steps(make_rows(), step=one_device_step())[2][0]
     assert float(twice[0].sums.weighted) == float(again.sums.weighted)
     state = init_state(Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
-    later = TrainState(state.params, state.opt_state, jnp.int32(1))  # the same parameters one step later
+    later = TrainState(state.params, state.opt_state, jax.device_put(jnp.int32(1), state.step.sharding))  # one step later
     _, metrics = one_device_step()(later, TARGET.params, place_batch(make_rows(), mesh()), None)
     assert abs(float(metrics.sums.weighted) - float(again.sums.weighted)) > 1e-3
 
@@ -195,9 +194,7 @@ def test_the_state_holds_no_target():
 def test_features_may_be_given(plain):
     """Features computed before are those of the step, and bfloat16 ones change the gradient by no more than their rounding."""
     rows = make_rows()
-    taps = jax.jit(lambda params, batch: target_features(TARGET, params, batch, DRAFTER.target_layer_ids))(
-        TARGET.params, place_batch(rows, mesh())
-    )
+    taps = features(rows)
     assert taps.shape == (ROWS, LENGTH, 2 * 32)
     step = make_train_step(CONFIG, TARGET, Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
     assert_same(plain, run_steps(rows, taps=taps, step=step))
@@ -211,7 +208,7 @@ def test_features_may_be_given(plain):
 def test_features_are_the_targets_taps():
     """Layer outputs of the rows' tokens at positions 0.., padding unseen."""
     rows = make_rows()
-    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
+    taps = features(rows)
     row, length = 1, int(rows["length_B"][1])
     alone = jnp.asarray(rows["tokens_BT"][row : row + 1, :length])
     _, want, _ = TARGET.extend(TARGET.params, alone, jnp.arange(length)[None], TARGET.init_cache(1, length), (0, 1))
@@ -226,10 +223,10 @@ def test_the_whole_vocabulary_as_sample_is_exact(plain):
 # Kinds of drafters
 
 KINDS = {
-    "own embedding, head, mask and width": {
+    "own embedding, head, mask and width, dropout": {
         "draft_hidden_dim": 24, "own_embedding": True, "own_head": True, "learned_mask_embedding": True, "mask_token_id": None,
+        "dropout": 0.1,
     },
-    "dropout": {"dropout": 0.2},
     "bfloat16, causal, window": {"dtype": "bfloat16", "causal": (True,), "sliding_window": (3,)},
 }  # fmt: skip
 
@@ -249,38 +246,32 @@ def test_every_drafter_trains(changes):
     entropy, norm = (metrics[0].diagnostics[name] for name in ("attention_entropy_L", "context_feature_norm"))
     assert entropy.shape == (1,)
     assert 0 < entropy[0] < np.log(LENGTH + 4)
-    assert 0 < norm < 1000
+    fused = np.asarray(features(make_rows()), np.float64) @ before["['fuser']['fc']['kernel'].value"]
+    assert norm == pytest.approx(np.linalg.norm(fused, axis=-1).mean(), rel=1e-2 if drafter.dtype == "bfloat16" else 1e-5)
     if "causal" in changes:
         assert entropy[0] < np.log(3), "a window of 3 shows a slot at most 3 keys"
-
-
-def test_diagnostic_norm_is_the_features_before_their_norm():
-    rows = make_rows()
-    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
-    drafter = Drafter.random(jax.random.key(1), DRAFTER)
-    blocks = make_blocks(*(jnp.asarray(rows[k]) for k in ("tokens_BT", "loss_mask_BT")), *_one_anchor(), 4)
-    _, diagnostics = block_loss(
-        drafter, drafter.params, TARGET, TARGET.params, taps, blocks, jax.random.key(0), change(diagnostics=True)
-    )
-    fused = np.asarray(taps, np.float64) @ np.asarray(drafter.params["fuser"]["fc"]["kernel"][...], np.float64)
-    assert float(diagnostics["context_feature_norm"]) == pytest.approx(np.linalg.norm(fused, axis=-1).mean(), rel=1e-5)
 
 
 def test_dropout_drops_while_training_only():
     """Other keys drop other things, the same key the same, and the expectation is kept."""
     rows = make_rows()
-    taps = target_features(TARGET, TARGET.params, Batch(*(jnp.asarray(x) for x in rows.values())), (0, 1))
+    taps = features(rows)
     blocks = make_blocks(*(jnp.asarray(rows[k]) for k in ("tokens_BT", "loss_mask_BT")), *_one_anchor(), 4)
 
-    def loss(dropout, seed):
+    def loss(dropout, *seeds):
         drafter = Drafter.random(jax.random.key(1), dataclasses.replace(DRAFTER, dropout=dropout))
-        sums, _ = block_loss(drafter, drafter.params, TARGET, TARGET.params, taps, blocks, jax.random.key(seed), CONFIG)
-        return float(sums.loss)
 
-    assert loss(0.3, 0) == loss(0.3, 0)
-    assert abs(loss(0.3, 0) - loss(0.3, 1)) > 1e-3
-    assert loss(0.0, 0) == loss(0.0, 1)
-    assert abs(loss(0.3, 0) - loss(0.0, 0)) > 1e-3
+        @jax.jit
+        def run(params, key):
+            return block_loss(drafter, params, TARGET, TARGET.params, taps, blocks, key, CONFIG)[0].loss
+
+        return [float(run(drafter.params, jax.random.key(seed))) for seed in seeds]
+
+    first, again, other = loss(0.3, 0, 0, 1)
+    plain, plain_other = loss(0.0, 0, 1)
+    assert first == again
+    assert plain == plain_other
+    assert min(abs(first - other), abs(first - plain)) > 1e-3
 
 
 def _one_anchor():

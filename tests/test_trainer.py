@@ -272,9 +272,7 @@ def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.CheckpointManager, "save", full)
-        with pytest.raises(
-            CheckpointError, match=r"step 4 could not be written .*No space left.* newest whole checkpoint is step 2"
-        ):
+        with pytest.raises(CheckpointError, match=r"step 4 could not be written .*No space left.* newest .* is step 2"):
             trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
     assert not (tmp_path / "r" / "drafter").exists()
     assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True)) == 0
@@ -297,7 +295,6 @@ def test_tau_rises(tmp_path):
         train__steps=160, train__anchors_per_row=16, train__eval_every=40, train__eval_max_new_tokens=24, train__log_every=40,
         train__save_every=1000, train__init="random",
     )  # fmt: skip
-    config = dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, num_draft_layers=2))
     assert trainer.fit(config) == 0
     lines = metrics_of(tmp_path / "r")
     assert [line["step"] for line in lines] == [40, 40, 80, 80, 120, 120, 160, 160]
