@@ -12,7 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # torch for Python 3.11 is the small build where we test; other Pythons would fetch several GB. ORACLE= leaves it out.
 ORACLE ?= $(filter 3.11,$(CELL))
 TEST_SETUP := $(VENV)/.installed $(if $(ORACLE),$(VENV)/.oracle)
-PYTEST_ARGS ?=
+# Two workers: small models spend their time compiling, which uses one core each.
+PYTEST_ARGS ?= -n 2
 
 DEMO_PROMPTS := \
 	--prompt "Explain in three sentences why the sky is blue." \

@@ -101,9 +101,8 @@ def fit(config: Config) -> int:
             f"{run_dir} holds a run that reached step {checkpoints.newest}: --resume it, or give another train.run_dir"
         )
     (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
-    print(
-        f"target: {target.config.model_type}, {target.config.num_layers} layers; drafter reads {list(drafter.config.target_layer_ids)}"
-    )
+    taps = list(drafter.config.target_layer_ids)
+    print(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
     print(f"data: {dataset.report}")
     print("\n".join(replicated_dimensions(drafter.params, mesh)) or f"mesh: {dict(mesh.shape)}")
     loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
