@@ -215,6 +215,7 @@ def _write_folder(folder: Path, config: str, arrays: dict[str, np.ndarray]) -> N
         new.mkdir()
         save_file(arrays, new / "model.safetensors", metadata={"format": "pt"})
         (new / "config.json").write_text(config, encoding="utf-8")
+        shutil.copymode(new / "config.json", new / "model.safetensors")  # safetensors makes files that only their owner reads
         if folder.exists():
             for item in folder.iterdir():
                 if item.name not in _FILES:

@@ -266,6 +266,7 @@ def test_saving_again_keeps_other_files(folder, target):
     assert (folder / "README.md").read_text() == "mine"
     assert (folder / "notes" / "a.txt").read_text() == "too"
     assert [path.name for path in folder.parent.iterdir()] == ["d"]
+    assert len({(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1  # who reads one reads both
 
 
 def test_never_replaces_anything_else(tmp_path):
