@@ -47,7 +47,7 @@ $(VENV)/.oracle: $(VENV)/.installed
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python serve.py --config configs/smollm2_135m.yaml --compare $(DEMO_PROMPTS)
+	$(BIN)/python serve.py --config configs/smollm2_135m.yaml --target.dtype bfloat16 --compare $(DEMO_PROMPTS)
 
 demo-train: $(VENV)/.installed
 	$(BIN)/python -m dflash_jax regenerate --config configs/demo_train.yaml --limit 96
