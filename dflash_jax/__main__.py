@@ -1,10 +1,11 @@
 """python -m dflash_jax COMMAND: regenerate, bench, invariants. `COMMAND --help` lists the options."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 from dflash_jax.bench import bench
-from dflash_jax.cli import build_config, config_parser, parse_config, run
+from dflash_jax.cli import build_config, config_parser, run
 from dflash_jax.conversations import read_prompts
 from dflash_jax.errors import ConfigError
 from dflash_jax.hf import load_target
@@ -43,7 +44,15 @@ def regenerate_command(argv: list[str]) -> int:
 
 def bench_command(argv: list[str]) -> int:
     """Measure a drafter."""
-    return bench(parse_config(argv, "Measure a drafter: acceptance, exactness, speed. The last line is JSON."))
+    parser = config_parser("Measure a drafter: acceptance, exactness, speed. The last line is JSON.", prog="dflash_jax bench")
+    parser.add_argument(
+        "--prompts", action="append", default=[], help="JSONL file of prompts, repeatable; the same as bench.prompts"
+    )
+    parsed = parser.parse_args(argv)
+    config = build_config(parsed, parser)
+    if parsed.prompts:
+        config = dataclasses.replace(config, bench=dataclasses.replace(config.bench, prompts=parsed.prompts))
+    return bench(config)
 
 
 def invariants_command(argv: list[str]) -> int:

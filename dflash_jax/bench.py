@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from dflash_jax.config import Config, DecodeConfig
-from dflash_jax.conversations import read_prompts
+from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import ConfigError
-from dflash_jax.generate import NO_LIMIT, AcceptanceStats, GenerationStats, finish, generate, pool, start
+from dflash_jax.errors import ConfigError, PromptError
+from dflash_jax.generate import NO_LIMIT, AcceptanceStats, GenerationStats, check_prompts, finish, generate, pool, start
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.targets import DenseTarget
@@ -44,7 +44,12 @@ def bench(config: Config) -> int:
     if target.tokenizer is None:
         raise ConfigError(f"target.path {config.target.path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
     drafter = load_drafter(config.drafter.path, target, dtype="float32")
-    encoded = [target.tokenizer.encode_chat([{"role": "user", "content": prompt["turns"][0]}]) for prompt in prompts]
+    encoded = [target.tokenizer.encode_chat(first_messages(prompt)) for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        try:
+            check_prompts(target, [tokens])
+        except PromptError as error:
+            raise PromptError(f"prompt {prompt['id']}: {str(error).removeprefix('prompt 0 ')}") from None
     rows, identical = _exactness(target, drafter, encoded, config)
     stats = GenerationStats(rows, pool(rows))
     for name in dict.fromkeys(prompt["set"] for prompt in prompts):

@@ -1,11 +1,15 @@
 """Command lines: the merged config of a run, and errors without tracebacks."""
 
 import dataclasses
+import errno
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jsonargparse
+import yaml
 
 from dflash_jax.config import Config
 from dflash_jax.errors import DFlashError
@@ -14,10 +18,33 @@ INTERRUPTED = 130
 """exit status after Ctrl-C, as shells have it"""
 
 
+class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]
+    """Errors in two lines: what is wrong, and where the options are explained."""
+
+    def parse_args(self, args: Sequence[str], *rest: Any, **named: Any) -> Any:  # type: ignore[override]
+        for file in _config_files(args):
+            try:
+                yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError):
+                pass  # the parser says it well
+            except yaml.YAMLError as error:
+                self.error(f"{file} is not YAML: {error}")
+        return super().parse_args(args, *rest, **named)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        print(f"error: {message}\n{self.prog} --help explains every option", file=sys.stderr)
+        sys.exit(2)
+
+
+def _config_files(args: Sequence[str]) -> list[str]:
+    after = [value for name, value in pairwise(args) if name == "--config"]
+    return after + [arg.removeprefix("--config=") for arg in args if arg.startswith("--config=")]
+
+
 def config_parser(description: str, prog: str | None = None) -> Any:
     """A parser for `--config FILE` (YAML) and a dotted override of every field of `Config`."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML preset; later options override it")
     parser.add_class_arguments(Config, None)
     return parser
@@ -47,6 +74,7 @@ def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     except BrokenPipeError:  # the reader of our output left
         status = 1
     except OSError as error:  # a full disk, a folder without permission: the message names the file
-        print(f"error: {error}", file=sys.stderr)
+        mend = ": free some space; training goes on with --resume, regenerate by itself" if error.errno == errno.ENOSPC else ""
+        print(f"error: {error}{mend}", file=sys.stderr)
         status = 1
     sys.exit(status)

@@ -15,8 +15,8 @@ ROLES = ("system", "user", "assistant")
 NO_ANSWER = "no assistant turn"
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a JSONL file; blank lines are skipped.
+def read_jsonl(path: str | Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) of a JSONL file, or of the lines in its first `size` bytes; blank lines are skipped.
 
     Raises `DataError` with file and line for what is not a JSON object, and when the file is missing or holds nothing.
     """
@@ -24,6 +24,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if size is not None and lines.tell() > size:
+                    break
                 if not line.strip():
                     continue
                 value = json.loads(line.decode("utf-8-sig"))
@@ -71,6 +73,17 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
                 prompt["system"] = system
             prompts.append(prompt)
     return prompts
+
+
+def first_messages(prompt: Prompt) -> list[dict[str, str]]:
+    """What the target reads of a prompt with one turn. Raises `DataError` for one with more: their answers would be missing."""
+    if len(prompt["turns"]) != 1:
+        raise DataError(
+            f"prompt {prompt['id']} has {len(prompt['turns'])} turns, but one is measured at a time: give later ones as prompts "
+            "of their own, or let `python -m dflash_jax regenerate` answer all of them"
+        )
+    system = [{"role": "system", "content": prompt["system"]}] if "system" in prompt else []
+    return [*system, {"role": "user", "content": prompt["turns"][0]}]
 
 
 def check_messages(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:

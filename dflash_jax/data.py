@@ -61,9 +61,11 @@ class ConversationDataset:
         pad_token_id: int = 0,
         process_index: int = 0,
         process_count: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         _check(config, process_count)
         self.config, self.pad_token_id = config, pad_token_id
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.process_index, self.process_count = process_index, process_count
         self.buckets = tuple(sorted(config.buckets))
         self.report = dict.fromkeys(("read", "kept", "cut", NO_ANSWER, TOO_SHORT, "tokens", "supervised_tokens"), 0)
@@ -111,13 +113,20 @@ class ConversationDataset:
         epoch, index = divmod(step, self.batches_per_epoch)
         bucket, rows = self._cached_plan(epoch)[index]
         share = self.config.batch_size // self.process_count
-        rows = rows[self.process_index * share : (self.process_index + 1) * share]
-        shape = (share, self.buckets[bucket])
+        return self._padded(rows[self.process_index * share : (self.process_index + 1) * share], self.buckets[bucket])
+
+    def sample(self) -> dict[str, np.ndarray]:
+        """The rows of the first batch, all of them on every process: typical text to measure sizes on."""
+        bucket, rows = self._cached_plan(0)[0]
+        return self._padded(rows, self.buckets[bucket])
+
+    def _padded(self, rows: np.ndarray, width: int) -> dict[str, np.ndarray]:
+        shape = (len(rows), width)
         batch = {
             "tokens_BT": np.full(shape, self.pad_token_id, dtype=np.int32),
             "loss_mask_BT": np.zeros(shape, dtype=np.bool_),
-            "length_B": np.ones(share, dtype=np.int32),  # a filler keeps one token, so that no row attends to nothing
-            "id_B": np.full(share, FILLER_ID, dtype=np.int32),
+            "length_B": np.ones(len(rows), dtype=np.int32),  # a filler keeps one token, so that no row attends to nothing
+            "id_B": np.full(len(rows), FILLER_ID, dtype=np.int32),
         }
         for place, row in enumerate(rows):
             if row != FILLER_ID:
@@ -136,9 +145,9 @@ class ConversationDataset:
             self.report[NO_ANSWER] += 1
             return False
         answer = row.get("answer_tokens")
-        known = range(tokenizer.vocab_size)
+        known = range(self.vocab_size)  # a target's rows: often more than its tokenizer has names for
         if answer is not None and not (isinstance(answer, list) and all(type(t) is int and t in known for t in answer)):
-            raise DataError(f"{where}: answer_tokens must be a list of token ids in 0..{tokenizer.vocab_size - 1}")
+            raise DataError(f"{where}: answer_tokens must be a list of token ids in 0..{self.vocab_size - 1}")
         try:
             tokens, mask = tokenize_conversation(tokenizer, messages, row.get("finish_reason"), answer)
         except DFlashError as error:

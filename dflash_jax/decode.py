@@ -100,7 +100,7 @@ def draft(
     block_BKD = drafter.embed_block(draft_params, anchor_tokens_B, block_size, partial(target.embed, params))
     positions_BK = anchors_B[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
     hidden_BKD = drafter.propose(draft_params, block_BKD, positions_BK, state.draft_cache)
-    logits_BJV = drafter.unembed(draft_params, hidden_BKD[:, 1:], partial(target.unembed, params))
+    logits_BJV = drafter.unembed(draft_params, hidden_BKD[:, 1:], target, params)
     temperature = drafter.config.temperature
     if temperature == 0:
         return draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW)

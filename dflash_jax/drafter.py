@@ -244,15 +244,20 @@ class Drafter:
                 return params["embed_tokens"][...][tokens].astype(jnp.float32)
 
         anchor = embed(anchor_tokens)[..., None, :]
-        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.int32(c.mask_token_id or 0))
+        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.asarray(c.mask_token_id, jnp.int32))
         masks = jnp.broadcast_to(mask_D.astype(jnp.float32), (*anchor_tokens.shape, block_size - 1, mask_D.shape[-1]))
         return jnp.concatenate([anchor, masks], axis=-2)
 
-    def unembed(self, params: Any, hidden: Float[Array, "*shape D"], unembed: Any) -> Float[Array, "*shape V"]:
-        """Logits through the drafter's own head, or through the target's (`unembed`, a function of hidden states)."""
+    def unembed(self, params: Any, hidden: Float[Array, "*shape D"], target: Any, target_params: Any) -> Float[Array, "*shape V"]:
+        """Logits through the drafter's own head or the target's, of the first `draft_vocab_size` token ids if that is set."""
+        some = slice(self.config.draft_vocab_size or None)
         if self.config.own_head:
-            return matmul(hidden, params["lm_head"][...], self.config.dtype, transposed=True)
-        return unembed(hidden)
+            head_VD = params["lm_head"][...]
+        elif self.config.draft_vocab_size and hasattr(target, "head_kernel"):
+            head_VD = target.head_kernel(target_params)
+        else:
+            return target.unembed(target_params, hidden)[..., some]
+        return matmul(hidden, head_VD[some], self.config.dtype, transposed=True)
 
 
 def abstract_drafter(config: DFlashConfig) -> DraftModel:

@@ -132,13 +132,17 @@ def start(
     prompts: Sequence[Sequence[int]],
     options: DecodeConfig,
     stop_token_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[DecodeState, list[int]]:
-    """Check the input of `generate` and prefill: the state after the first token, and the prompt lengths."""
+    """Check the input of `generate` and prefill: the state after the first token, and the prompt lengths.
+
+    `seeds`: each prompt's own, instead of `options.seed` + row.
+    """
     max_new_tokens, temperature = options.max_new_tokens, options.temperature
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
     block_size = _check_block_size(target, drafter, options.block_size)
-    lengths = _check_prompts(target, prompts)
+    lengths = check_prompts(target, prompts)
     room = target.config.max_position - max(lengths)
     padded, capacity = prefill_lengths(lengths, min(max_new_tokens, room), block_size)
     batch = 1 << (len(prompts) - 1).bit_length()  # spare rows repeat the first prompt and are done from the start
@@ -153,6 +157,8 @@ def start(
     stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
     stops_S = np.asarray(stops + [-1] * (-len(stops) % 8 or (0 if stops else 8)), np.int32)
     sampled = sampling_rows(batch, temperature, options.top_k, options.top_p, options.min_p, options.seed)
+    if seeds is not None:
+        sampled = sampled._replace(seed_B=jnp.asarray([*seeds, *[0] * (batch - len(prompts))], jnp.uint32))
     state = prefill(
         target.params,
         drafter.params if drafter is not None else (),
@@ -227,7 +233,8 @@ def check_drafter_fits(target: Target, drafter: Drafter) -> None:
     check_mask_token(d, t)
 
 
-def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> list[int]:
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The prompts' lengths. Raises `PromptError` for one that cannot be decoded."""
     if not prompts:
         raise PromptError("there is no prompt: give at least one list of token ids")
     vocab, longest = target.config.vocab_size, target.config.max_position - 1

@@ -23,7 +23,9 @@ _RELATIVES = {
 }
 _IGNORED = IGNORED_KEYS | {"auto_map", "tie_word_embeddings", "eos_token_id", "pad_token_id"}
 # The fields of `dflash_config.dflash_jax`.
-_OWN_FIELDS = ("loss_decay_gamma", "own_embedding", "own_head", "learned_mask_embedding", "dropout", "temperature")
+_OWN_FIELDS = (
+    "loss_decay_gamma", "own_embedding", "own_head", "learned_mask_embedding", "dropout", "temperature", "draft_vocab_size",
+)  # fmt: skip
 
 
 def refuse_relatives(names: list[str], source: str) -> None:
@@ -96,6 +98,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
         learned_mask_embedding=own.get("learned_mask_embedding", bool, False),
         dropout=own.get("dropout", float, 0.0),
         temperature=own.get("temperature", float, 0.0),
+        draft_vocab_size=own.get("draft_vocab_size", int, 0),
     )
     top.finish(_IGNORED)
     nested.finish(_IGNORED)

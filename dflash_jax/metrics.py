@@ -1,6 +1,7 @@
 """Where metrics go: metrics.jsonl always, TensorBoard on request."""
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -9,9 +10,12 @@ from dflash_jax.errors import ConfigError
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to metrics.jsonl; a context manager."""
+    """Appends one JSON object a line to metrics.jsonl; a context manager.
 
-    def __init__(self, folder: Path, tensorboard: bool) -> None:
+    Lines of steps after `step`, where the run starts or resumes, are removed: those steps are done again.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool, step: int = 0) -> None:
         self.board: Any = None
         if tensorboard:
             try:
@@ -19,7 +23,11 @@ class MetricsWriter:
             except ImportError:
                 raise ConfigError("train.tensorboard needs tensorboardX: pip install 'dflash_jax[tensorboard]'") from None
             self.board = SummaryWriter(str(folder / "tensorboard"))
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write what was measured at a step; lists become one TensorBoard curve an entry."""
@@ -37,3 +45,11 @@ class MetricsWriter:
         self.file.close()
         if self.board is not None:
             self.board.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line cut by a kill belongs to no step."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

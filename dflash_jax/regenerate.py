@@ -1,5 +1,6 @@
 """Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -21,6 +22,7 @@ from dflash_jax.generate import start
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
 
+_LINE_START = b'{"id": '
 ROUNDS = 16
 """tokens decoded between looks at which rows are done"""
 
@@ -87,20 +89,25 @@ class _Conversation:
         self.tokens = target.tokenizer.encode_chat(self.messages)
         return len(self.tokens)
 
+    def seed(self, run_seed: int) -> int:
+        """What this turn is sampled with: its own, so that batches and resumed runs cannot change or repeat a draw."""
+        name = f"{run_seed}/{self.prompt['id']}/{len(self.messages)}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+
     def take(self, target: Target, answer: list[int]) -> bool:
-        """Append an answer; True when no turn is left."""
+        """Append an answer; True when no turn is left. One cut by the length cap ends the conversation: nobody answers a torso."""
         self.messages.append({"role": "assistant", "content": target.tokenizer.decode(answer)})
-        return not self.turns
+        return not self.turns or answer[-1] not in target.config.stop_token_ids
 
     def line(self, target: Target, answer: list[int]) -> str:
         reason = "stop" if answer[-1] in target.config.stop_token_ids else "length"
-        row = {"id": self.prompt["id"], "set": self.prompt["set"], "messages": self.messages}
+        row = {"id": self.prompt["id"], "set": self.prompt["set"], "messages": self.messages}  # id first: _LINE_START
         return json.dumps(row | {"answer_tokens": answer, "finish_reason": reason}, ensure_ascii=False)
 
 
 def _answer(target: Target, batch: list[_Conversation], config: DecodeConfig) -> Any:
     """Yield (conversation, answer token ids) as rows finish; the batch is halved when half of its rows are done."""
-    state, lengths = start(target, None, [c.tokens for c in batch], config)
+    state, lengths = start(target, None, [c.tokens for c in batch], config, seeds=[c.seed(config.seed) for c in batch])
     rows: list[int | None] = [i if i < len(batch) else None for i in range(state.done_B.shape[0])]
     while any(row is not None for row in rows):
         state = decode(target.params, (), state, jnp.int32(ROUNDS), target=target, drafter=None)
@@ -125,19 +132,21 @@ def _take_rows(state: DecodeState, keep_B: jax.Array) -> DecodeState:
 
 
 def _finished_ids(out: Path) -> set[str]:
-    """Ids of the answered prompts; a last line without its newline is what a kill left behind, and is removed."""
+    """Ids of the answered prompts. A last line without its newline is what a kill left behind, and is removed, but only when it
+    begins as our lines do: the file of somebody else is left as it is."""
     if not out.exists() or out.stat().st_size == 0:
         return set()
-    with open(out, "rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            file.truncate(whole)
-    if whole == 0:
-        return set()
+    content = out.read_bytes()
+    whole = content.rfind(b"\n") + 1
     ids = set()
-    for number, row in read_jsonl(out):
+    for number, row in read_jsonl(out, whole) if whole else ():
         if not isinstance(row.get("id"), str) or "messages" not in row:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
         ids.add(row["id"])
+    cut = content[whole:]
+    if not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
+        raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
+    if cut:
+        with open(out, "rb+") as file:
+            file.truncate(whole)
     return ids

@@ -97,9 +97,11 @@ def block_loss(
         valid_BA = blocks.valid_BA.astype(jnp.float32)
         count = jnp.maximum(valid_BA.sum(), 1.0)
         fused_BTD = drafter.model(params).fuser.fc(taps_BTM)
+        # of the positions that some block reads: padding's features mean nothing
+        read_BT = (jnp.arange(taps_BTM.shape[1])[None] < blocks.anchors_BA.max(1)[:, None]).astype(jnp.float32)
         diagnostics = {
             "attention_entropy_L": jnp.stack([(entropy_BA * valid_BA).sum() / count for entropy_BA in entropies]),
-            "context_feature_norm": jnp.sqrt(jnp.square(fused_BTD).sum(-1)).mean(),
+            "context_feature_norm": (jnp.sqrt(jnp.square(fused_BTD).sum(-1)) * read_BT).sum() / jnp.maximum(read_BT.sum(), 1.0),
         }
     return sums, diagnostics
 

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
 from dflash_jax.config import Config, DFlashConfig, TargetConfig, check_mask_token, to_json
-from dflash_jax.conversations import read_prompts
+from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import ConfigError, NonFiniteLossError
-from dflash_jax.generate import check_drafter_fits, generate
+from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError
+from dflash_jax.generate import check_drafter_fits, check_prompts, generate
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.optim import optimizer, schedule
@@ -43,6 +43,7 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         vocab_size=target.vocab_size,
         num_target_layers=target.num_layers,
         loss_decay_gamma=d.loss_decay_gamma,
+        draft_vocab_size=d.draft_vocab_size,
         num_heads=d.num_heads or target.num_heads,
         num_kv_heads=d.num_kv_heads or target.num_kv_heads,
         head_dim=d.head_dim or target.head_dim,
@@ -58,6 +59,7 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         rms_norm_eps=target.rms_norm_eps,
         rope=target.rope,
         max_position=target.max_position,
+        temperature=d.temperature,
         dropout=d.dropout,
         dtype=d.dtype,
     )
@@ -81,7 +83,12 @@ def fit(config: Config) -> int:
     if not config.data.train:
         raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
     dataset = ConversationDataset(
-        config.data, target.tokenizer, target.config.pad_token_id or 0, jax.process_index(), jax.process_count()
+        config.data,
+        target.tokenizer,
+        target.config.pad_token_id or 0,
+        jax.process_index(),
+        jax.process_count(),
+        target.config.vocab_size,
     )
     steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
     drafter = _first_drafter(config, target, dataset)
@@ -144,8 +151,7 @@ def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDat
 
 
 def _sample(dataset: ConversationDataset) -> Batch:
-    """The first batch: typical rows to measure sizes on."""
-    raw = dataset.batch(0)
+    raw = dataset.sample()
     return Batch(*(jnp.asarray(raw[name]) for name in ("tokens_BT", "loss_mask_BT", "length_B")))
 
 
@@ -179,7 +185,12 @@ class _Loop:
         self.steps, self.run_dir = steps, run_dir
         self.target_params = jax.device_put(target.params, jax.sharding.NamedSharding(mesh, jax.P()))
         self.learning_rate = schedule(config.optim, steps)
-        self.heldout = [target.tokenizer.encode_chat([{"role": "user", "content": p["turns"][0]}]) for p in self._heldout_prompts()]
+        self.heldout = [target.tokenizer.encode_chat(first_messages(p)) for p in self._heldout_prompts()]
+        if self.heldout:
+            try:
+                check_prompts(target, self.heldout)
+            except PromptError as error:
+                raise PromptError(f"data.heldout: {error}") from None
         if config.train.features == "memory" and jax.process_count() > 1:
             raise ConfigError("train.features memory works in one process only: use online")
         self.kept_features: dict[int, np.ndarray] = {}
@@ -200,7 +211,10 @@ class _Loop:
         pending: tuple[int, StepMetrics, dict[str, Any]] | None = None
         window: list[dict[str, Any]] = []
         position = self.iterator.get_state()
-        with MetricsWriter(self.run_dir, train.tensorboard) as writer, tqdm(total=self.steps, initial=step, unit="step") as bar:
+        with (
+            MetricsWriter(self.run_dir, train.tensorboard, step) as writer,
+            tqdm(total=self.steps, initial=step, unit="step") as bar,
+        ):
             try:
                 while step < self.steps:
                     started = time.perf_counter()
@@ -222,7 +236,9 @@ class _Loop:
                         bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
                         window = []
                     if self.heldout and (due or step % train.eval_every == 0):
-                        writer.write(step, {"step": step} | self._decode(state))
+                        decoded = self._decode(state)
+                        writer.write(step, {"step": step} | decoded)
+                        bar.write(f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} on held-out prompts")
                     if due or step % train.save_every == 0:
                         if pending is not None:  # never save a state whose loss has not been seen to be finite
                             window.append(self._read(*pending))
@@ -261,8 +277,8 @@ class _Loop:
         values["seconds"] = time.perf_counter() - host["started"]
         if not (math.isfinite(float(values["sums"].weighted)) and math.isfinite(values["grad_norm"])):
             raise NonFiniteLossError(
-                f"the loss or its gradient is not finite at step {step}: lower optim.learning_rate and --resume "
-                f"(the newest checkpoint is step {self.checkpoints.newest})"
+                f"the loss or its gradient is not finite at step {step} (the newest checkpoint is step {self.checkpoints.newest}): "
+                "lower optim.learning_rate or optim.clip_norm and start again in another train.run_dir; --resume would repeat it"
             )
         return values
 

@@ -244,10 +244,26 @@ def test_resume_is_exact(config, taken):
 
 def test_processes_share_every_batch(config):
     whole = list(ConversationDataset(config, TOKENIZER).iterator())
-    shares = [list(ConversationDataset(config, TOKENIZER, process_index=i, process_count=2).iterator()) for i in range(2)]
+    datasets = [ConversationDataset(config, TOKENIZER, process_index=i, process_count=2) for i in range(2)]
+    samples = [dataset.sample() for dataset in datasets]
+    for name, of_first in samples[0].items():  # what a run measures at its start must not differ between hosts
+        np.testing.assert_array_equal(of_first, samples[1][name])
+    assert len(samples[0]["id_B"]) == config.batch_size
+    shares = [list(dataset.iterator()) for dataset in datasets]
     for batch, *parts in zip(whole, *shares, strict=True):
         for name, value in batch.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
+
+
+def test_tokens_that_the_target_has_and_its_tokenizer_has_not(tmp_path):
+    """Heads are often padded past the tokenizer's vocabulary, and a target may write such an id: then it is trained on."""
+    spare = TOKENIZER.vocab_size
+    row = {"messages": [user("a"), assistant("b")], "answer_tokens": [spare, 5], "finish_reason": "length"}
+    config = dataclasses.replace(CONFIG, train=[write_lines(tmp_path / "a.jsonl", [row])])
+    dataset = ConversationDataset(config, TOKENIZER, vocab_size=spare + 1)
+    assert spare in dataset.sample()["tokens_BT"]
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: answer_tokens must be a list of token ids in 0\.\.{spare - 1}"):
+        ConversationDataset(config, TOKENIZER)
 
 
 def test_report_and_dropped_rows(tmp_path):

@@ -1,6 +1,7 @@
 """The drafter against float64 formulas, its two verbs against its training pass, and the kinds of drafter there are."""
 
 import dataclasses
+import types
 from functools import partial
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter
+from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter, dense_target
 
 from dflash_jax.drafter import Drafter, Execution
+from dflash_jax.errors import ConfigError
 
 B, T, C = 2, 14, 16
 # Neighbours, the first position, blocks over the end of the context.
@@ -147,11 +149,26 @@ def test_block_inputs():
 
 def test_head():
     hidden = normal(7, (2, BLOCK, HIDDEN))
-    borrowed = dense_drafter().unembed(dense_drafter().params, hidden, lambda x: 2 * x)
-    np.testing.assert_array_equal(borrowed, 2 * hidden)
-    own = dense_drafter(own_head=True)
+    target, borrowed, own = dense_target(), dense_drafter(), dense_drafter(own_head=True)
+    lent = borrowed.unembed(borrowed.params, hidden, target, target.params)
+    np.testing.assert_array_equal(lent, target.unembed(target.params, hidden))
     wanted = np.asarray(hidden, np.float64) @ np.asarray(own.params["lm_head"][...], np.float64).T
-    np.testing.assert_allclose(own.unembed(own.params, hidden, None), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(own.unembed(own.params, hidden, None, None), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_draft_vocabulary(own_head):
+    """The first logits and no others, also from a target that has no head to cut."""
+    hidden = normal(7, (2, BLOCK, HIDDEN))
+    target, whole = dense_target(), dense_drafter(own_head=own_head)
+    cut = Drafter(dataclasses.replace(whole.config, draft_vocab_size=5), whole.params)
+    no_head = types.SimpleNamespace(unembed=target.unembed)
+    wanted = whole.unembed(whole.params, hidden, target, target.params)[..., :5]
+    assert wanted.shape[-1] == 5
+    for lender in (target, no_head):
+        np.testing.assert_allclose(cut.unembed(cut.params, hidden, lender, target.params), wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match=f"draft_vocab_size is {VOCAB + 1}: give 0"):
+        dataclasses.replace(whole.config, draft_vocab_size=VOCAB + 1)
 
 
 def test_only_what_the_config_owns_exists():

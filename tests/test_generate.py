@@ -153,6 +153,18 @@ def test_own_head_embedding_and_learned_mask_decode():
 # A rigged target: every length, stop and cap
 
 
+def test_a_drafter_of_few_tokens_changes_no_text():
+    """With a part of the vocabulary the drafts change, and nothing else does."""
+    whole = dense_drafter()
+    cut = Drafter(dataclasses.replace(whole.config, draft_vocab_size=7), whole.params)
+    next_token, draft, _ = reference.from_scratch(dense_target(), cut)
+    prompt = DENSE_PROMPTS[1]
+    assert all(token < 7 for token in draft(prompt))
+    out = generate(dense_target(), cut, [prompt], 9)
+    assert_row(out, 0, reference.speculative(next_token, draft, prompt, 9, BLOCK))
+    assert out.tokens == generate(dense_target(), None, [prompt], 9).tokens
+
+
 def texts_of(target, prompts, length=60):
     return [prompt + reference.plain(target.next_token, prompt, length).tokens for prompt in prompts]
 

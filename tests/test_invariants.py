@@ -43,6 +43,26 @@ def test_features_fused_twice_fail(monkeypatch):
     assert invariants.features_fused_once() == "the fuser ran 2 times"
 
 
+def test_a_layer_without_context_fails(monkeypatch):
+    """Its queries see the block alone, although its keys and values of the features are made."""
+    attention = drafter.anchored_attention
+    layers = iter(range(100))
+
+    def deaf(q, context_k, context_v, *rest, **options):
+        if next(layers) % invariants.DRAFTER.num_draft_layers == 1:
+            context_k, context_v = context_k[:, :, :1] * 0 - 1e4, context_v[:, :, :1] * 0
+        return attention(q, context_k, context_v, *rest, **options)
+
+    monkeypatch.setattr(drafter, "anchored_attention", deaf)
+    assert invariants.features_fused_once() == "layer 1 does not read the features"
+
+
+def test_a_wrong_bonus_token_fails(monkeypatch):
+    verify = invariants.verify_block
+    monkeypatch.setattr(invariants, "verify_block", lambda draft, own: verify(draft, own)._replace(tokens_BK=jnp.asarray(own) * 0))
+    assert "not the accepted prefix and the target's next token" in invariants.prefix_and_bonus()
+
+
 def test_weights_that_do_not_fall_fail(monkeypatch):
     monkeypatch.setattr(invariants, "slot_weights", lambda size, gamma: jnp.ones(size).at[0].set(0.0))
     assert invariants.weights_decrease() is not None

@@ -158,6 +158,18 @@ def test_sampled_answers(target, tmp_path, answers):
     assert all(len(row["answer_tokens"]) <= 24 for row in first.values())
 
 
+def test_sampled_answers_do_not_depend_on_their_batch(target, tmp_path):
+    """Other batches, or a resumed run, draw every prompt's answer the same; and no two batches share their draws."""
+    config = DecodeConfig(max_new_tokens=24, temperature=1.0, seed=3)
+    asked = prompts("a", "b", ["c", "d"], "a", "a")
+    regenerate(target, asked, tmp_path / "whole", config, batch_size=8)
+    regenerate(target, asked[2:4], tmp_path / "resumed", config, batch_size=2)
+    regenerate(target, asked, tmp_path / "resumed", config, batch_size=1)
+    whole = by_id(tmp_path / "whole")
+    assert whole == by_id(tmp_path / "resumed")
+    assert len({str(whole[name]["answer_tokens"]) for name in ("p0", "p3", "p4")}) == 3
+
+
 def test_a_file_of_something_else_is_left_alone(target, tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"turns": ["a"]}\n')

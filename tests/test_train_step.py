@@ -10,7 +10,7 @@ import optax
 import pytest
 from tiny_run import leaves, mesh
 
-from dflash_jax.blocks import make_blocks
+from dflash_jax.blocks import make_blocks, sample_anchors
 from dflash_jax.config import Config, DataConfig, DFlashConfig, OptimConfig, TargetConfig, TrainConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
@@ -247,7 +247,12 @@ def test_every_drafter_trains(changes):
     assert entropy.shape == (1,)
     assert 0 < entropy[0] < np.log(LENGTH + 4)
     fused = np.asarray(features(make_rows()), np.float64) @ before["['fuser']['fc']['kernel'].value"]
-    assert norm == pytest.approx(np.linalg.norm(fused, axis=-1).mean(), rel=1e-2 if drafter.dtype == "bfloat16" else 1e-5)
+    anchor_key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))
+    anchors_BA, _ = sample_anchors(anchor_key, jnp.asarray(make_rows()["loss_mask_BT"]), 3)
+    read = [fused[row, : max(anchors)] for row, anchors in enumerate(anchors_BA.tolist())]
+    assert norm == pytest.approx(
+        np.linalg.norm(np.concatenate(read), axis=-1).mean(), rel=1e-2 if drafter.dtype == "bfloat16" else 1e-5
+    )
     if "causal" in changes:
         assert entropy[0] < np.log(3), "a window of 3 shows a slot at most 3 keys"
 

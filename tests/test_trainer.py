@@ -16,7 +16,7 @@ from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folde
 
 import dflash_jax.trainer as trainer
 from dflash_jax.config import Config, DecodeConfig, to_json
-from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError
+from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter
 from dflash_jax.metrics import MetricsWriter
@@ -367,6 +367,11 @@ def broken_lines(tmp_path):
         ({"train__steps": -1}, ConfigError, r"train\.steps is -1: it must be at least 0"),
         ({"data__num_epochs": 0}, ConfigError, r"data\.num_epochs is 0"),
         ({"data__heldout": ["absent.jsonl"], "train__eval_every": 2}, DataError, r"absent\.jsonl cannot be read"),
+        (
+            {"data__heldout": lambda path: [write_lines(path / "long.jsonl", [{"turns": ["ab " * 200]}])], "train__eval_every": 2},
+            PromptError,
+            r"data\.heldout: prompt 0 has \d+ tokens; the context has room for",
+        ),
     ],
 )
 def test_refused_runs(tmp_path, changes, kind, message):

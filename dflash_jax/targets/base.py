@@ -11,6 +11,8 @@ from dflash_jax.config import TargetConfig
 class Target(Protocol):
     """A frozen causal language model. All methods are pure functions of `params` and their arguments, usable under `jax.jit`.
 
+    The object itself is a static argument of jitted functions, so it must be hashable; equal targets share compiled programs.
+
     A cache is any pytree. Rows are written at their positions; a query at position p sees the positions 0..p that were written
     last, so decoding rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are
     padding: nothing is written there and their outputs are ignored.
