@@ -49,7 +49,7 @@ def bench(config: Config) -> int:
         try:
             check_prompts(target, [tokens])
         except PromptError as error:
-            raise PromptError(f"prompt {prompt['id']}: {str(error).removeprefix('prompt 0 ')}") from None
+            raise PromptError(f"prompt {prompt['id']}: it {str(error).removeprefix('prompt 0 ')}") from None
     rows, identical = _exactness(target, drafter, encoded, config)
     stats = GenerationStats(rows, pool(rows))
     for name in dict.fromkeys(prompt["set"] for prompt in prompts):

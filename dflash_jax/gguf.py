@@ -76,6 +76,15 @@ class GGUFFile:
             yield hf_name, array
 
 
+_UNSUPPORTED = {
+    "attention.sliding_window": 0, "attention.scale": 0.0, "attention.clamp_kqv": 0.0, "expert_count": 0, "logit_scale": 1.0,
+    "embedding_scale": 1.0, "residual_scale": 1.0, "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}  # fmt: skip
+"""keys of newer files that change what is computed, with the values at which they change nothing"""
+
+
 def unpermute_rotary(array: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's interleaving of rotary pairs: rows [H * E, ...] in the order (pair, half) become (half, pair).
 
@@ -201,6 +210,9 @@ def _target_config(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]
             f"{path} lacks the tensor {absent} of a dense llama model of {num_layers} layers: fetch the file again"
         )
     head_dim = int(get("attention.key_length", hidden // heads))
+    for key, neutral in _UNSUPPORTED.items():
+        if get(key, neutral) != neutral:
+            raise CheckpointError(f"{path}: llama.{key} is {get(key)}, which changes the model in a way that is not supported here")
     config = TargetConfig(
         model_type="llama",
         vocab_size=int(tensors["token_embd.weight"].shape[-1]),  # GGUF shapes are reversed; the rows decide, not the token list

@@ -222,9 +222,9 @@ def process_logits(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
     return np.where(logits >= floor, logits, -np.inf)
 
 
-def keyed_draw(logits, seed, position, **sampling):
-    """The target's token at a position: Gumbel-max over the processed logits, keyed as the package says (purpose 0)."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(jnp.uint32(seed)), position), 0)
+def keyed_draw(logits, seed, position, purpose=0, **sampling):
+    """The token at a position: Gumbel-max over the processed logits, keyed as the package says (purpose 0 target, 1 draft)."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(jnp.uint32(seed)), position), purpose)
     return int(np.argmax(process_logits(logits, **sampling) + np.asarray(jax.random.gumbel(key, (len(logits),), jnp.float32))))
 
 
@@ -304,8 +304,9 @@ def from_scratch(target, drafter=None, length=128):
     def next_token(text):
         return int(np.argmax(logits(text)[0]))
 
-    def draft(text):
+    def draft(text, choose=lambda row, position: int(np.argmax(row))):
         features = logits(text)[1]  # the block reads only what lies before its anchor, the last token
-        return np.asarray(block(features, jnp.int32(len(text) - 1), jnp.int32(text[-1]))).argmax(-1).tolist()
+        rows = np.asarray(block(features, jnp.int32(len(text) - 1), jnp.int32(text[-1])))
+        return [choose(row, len(text) + slot) for slot, row in enumerate(rows)]
 
     return next_token, draft, lambda text: logits(text)[0]

@@ -1,14 +1,18 @@
 """The measuring command: what it prints, what it counts, and what it refuses."""
 
+import dataclasses
 import json
+import math
 
 import pytest
-from tiny_run import drafter_folder, tiny_run, tiny_target, user, write_lines
+from tiny_models import scripted_drafter
+from tiny_run import MASK, VOCAB, drafter_folder, tiny_run, tiny_target, user, write_lines
 
 import dflash_jax.bench as module
 from dflash_jax.bench import bench
+from dflash_jax.conversations import first_messages
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import CheckpointError, ConfigError, DataError
+from dflash_jax.errors import CheckpointError, ConfigError, DataError, PromptError
 from dflash_jax.generate import generate
 
 TEXTS = ["a", "hello", "12 xyz"]
@@ -58,19 +62,45 @@ def test_report(config, capsys):
     assert any(line.startswith("two: acceptance length ") for line in lines)
 
 
-def test_numbers_are_those_of_generate(config, capsys, monkeypatch):
-    """Pooled and macro tau of a drafter with some luck: one that proposes the plain answer in every other prompt."""
-    monkeypatch.setattr(module, "_speed", lambda *args: {"speedup": 1.0})
-    assert bench(config) == 0
-    _, result = report(capsys)
+def test_pooled_and_macro(config, capsys, monkeypatch):
+    """A drafter with luck of its own in every prompt: tau 1, 2 and 4 there."""
     target = tiny_target()
-    drafter = module.load_drafter(drafter_folder(), target, dtype="float32")
-    rows = [
-        generate(target, drafter, [target.tokenizer.encode_chat([user(text)])], max_new_tokens=NEW).stats.pooled for text in TEXTS
-    ]
-    pooled = sum(row.emitted for row in rows) / sum(row.rounds for row in rows)
-    assert result["acceptance_length"] == pytest.approx(pooled, abs=1e-4)
-    assert result["acceptance_length_macro"] == pytest.approx(sum(row.emitted / row.rounds for row in rows) / 3, abs=1e-4)
+    encoded = sorted((target.tokenizer.encode_chat([user(text)]) for text in TEXTS), key=len)
+    answers = generate(target, None, encoded, max_new_tokens=NEW + 4, stop_token_ids=()).tokens
+    texts = [prompt + answer for prompt, answer in zip(encoded, answers, strict=True)]
+    sizes = {
+        "vocab_size": VOCAB,
+        "target_hidden_dim": 32,
+        "draft_hidden_dim": 32,
+        "num_target_layers": 4,
+        "target_layer_ids": (0, 2),
+    }
+    lucky = scripted_drafter(texts, good=[0, 1, 3], **sizes, block_size=4, mask_token_id=MASK)
+    monkeypatch.setattr(module, "load_drafter", lambda *args, **options: lucky)
+    monkeypatch.setattr(module, "_speed", lambda *args: {"speedup": 1.0})
+    assert bench(dataclasses.replace(config, bench=dataclasses.replace(config.bench, batch_size=4))) == 0
+    _, result = report(capsys)
+    emitted = [len(generate(target, None, [prompt], max_new_tokens=NEW).tokens[0]) - 1 for prompt in encoded]
+    rounds = [math.ceil(n / tau) for n, tau in zip(emitted, (1, 2, 4), strict=True)]
+    taus = [n / r for n, r in zip(emitted, rounds, strict=True)]
+    assert result["acceptance_length"] == pytest.approx(sum(emitted) / sum(rounds), abs=1e-4)
+    assert result["acceptance_length_macro"] == pytest.approx(sum(taus) / 3, abs=1e-4)
+    assert result["acceptance_length_macro"] > 1.1 * result["acceptance_length"], "else the two could be swapped unseen"
+
+
+def test_system_message_is_read_and_several_turns_are_refused(config, tmp_path):
+    rows = [{"messages": [{"role": "system", "content": "be brief"}, user("a")]}, {"turns": ["a", "b"]}]
+    alone = write_lines(tmp_path / "system.jsonl", rows[:1])
+    assert first_messages(module.read_prompts([alone])[0]) == rows[0]["messages"]
+    both = write_lines(tmp_path / "both.jsonl", rows)
+    with pytest.raises(DataError, match=r"prompt both:2 has 2 turns, but one is measured at a time"):
+        bench(dataclasses.replace(config, bench=dataclasses.replace(config.bench, prompts=[both])))
+
+
+def test_a_prompt_that_is_too_long_is_named(config, tmp_path):
+    long = write_lines(tmp_path / "long.jsonl", [{"turns": ["a"]}, {"turns": ["ab " * 200], "id": "x7"}])
+    with pytest.raises(PromptError, match=r"^prompt x7: it has \d+ tokens; the context has room for"):
+        bench(dataclasses.replace(config, bench=dataclasses.replace(config.bench, prompts=[long])))
 
 
 @pytest.mark.usefixtures("one_dtype")
@@ -92,8 +122,6 @@ def test_a_text_that_differs_is_reported(config, capsys, monkeypatch):
 
 
 def test_limit_counts_a_set(config):
-    import dataclasses
-
     def kept(limit):
         return [
             p["turns"][0]

@@ -133,13 +133,25 @@ def test_other_endings(capsys):
     assert status_of(lambda argv: len(argv), ["a", "b"]) == 2
     assert capsys.readouterr().err == ""
     assert status_of(raising(OSError(28, "No space left on device", "out.jsonl")), []) == 1
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'out.jsonl'\n"
+    err = capsys.readouterr().err
+    assert err.startswith("error: [Errno 28] No space left on device: 'out.jsonl': free some space; training goes on with --resume")
+    assert status_of(raising(OSError(13, "Permission denied", "out.jsonl")), []) == 1
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'out.jsonl'\n"
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         run(raising(ZeroDivisionError()), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
+
+
+def test_bench_takes_prompt_files(monkeypatch):
+    """--prompts FILE, repeatable, is bench.prompts."""
+    seen = []
+    monkeypatch.setattr(commands, "bench", lambda config: seen.append(config.bench.prompts) or 0)
+    assert commands.main(["bench", "--prompts", "a.jsonl", "--prompts", "b.jsonl"]) == 0
+    assert commands.main(["bench", "--bench.prompts", "[c.jsonl]"]) == 0
+    assert seen == [["a.jsonl", "b.jsonl"], ["c.jsonl"]]
 
 
 def test_usage(capsys):

@@ -165,6 +165,23 @@ def test_drafts_and_caches_after_rejections_equal_fresh_ones():
         np.testing.assert_allclose(got[:, :, : n - 1], want[:, :, : n - 1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("seed", [None, 4])
+def test_drafts_are_drawn_at_the_drafters_temperature(seed):
+    """Each slot's draw is keyed by its row's seed, its position and the purpose; the argmax would be something else."""
+    target, drafter = dense_target(), dense_drafter(temperature=1.3)
+    options = DecodeConfig(14) if seed is None else DecodeConfig(14, temperature=0.7, seed=seed)
+    state, _ = start(target, drafter, [random_prompt(3, 9), random_prompt(4, 6)], options)
+    _, from_scratch, _ = reference.from_scratch(target, drafter)
+    drafted_BJ = jax.jit(lambda state: draft(target.params, drafter.params, state, target, drafter, BLOCK))(state)
+    for row in range(2):
+        text = state.tokens_BL[row, : int(state.length_B[row])].tolist()
+        drawn = from_scratch(
+            text, lambda x, at, row=row: reference.keyed_draw(x, (seed or 0) + row, at, purpose=1, temperature=1.3)
+        )
+        assert drafted_BJ[row].tolist() == drawn
+        assert drawn != from_scratch(text)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Cost
 

@@ -212,6 +212,9 @@ def test_refusals(tmp_path):
         read_gguf(write(tmp_path / "a.gguf", weights, architecture="gemma3"))
     with pytest.raises(CheckpointError, match=r"lacks the key llama\.feed_forward_length"):
         read_gguf(write(tmp_path / "b.gguf", weights, without=["feed_forward_length"]))
+    for name, value in {"attention.sliding_window": 4096.0, "rope.scaling.attn_factor": 1.5, "logit_scale": 0.5}.items():
+        with pytest.raises(CheckpointError, match=rf"llama\.{name} is {value}, which changes the model"):
+            read_gguf(write(tmp_path / f"{name}.gguf", weights, keys=[("add_float32", f"llama.{name}", value)]))
     keys = [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE)]
     with pytest.raises(CheckpointError, match="rope scaling 'longrope' is not supported"):
         read_gguf(write(tmp_path / "c.gguf", weights, keys=keys))

@@ -117,10 +117,11 @@ def test_more_prompts_may_come_later(target, answers, tmp_path):
     assert regenerate(target, prompts(*TEXTS, "new"), path, GREEDY, batch_size=4) == 0
 
 
-def test_several_turns(target, tmp_path):
+def test_several_turns(target, tmp_path, answers):
     """Every turn reads the answers before it; a system message comes first; answer_tokens are those of the last turn."""
     path = tmp_path / "out.jsonl"
-    asked = [*prompts(["a", "b"]), {"id": "s", "set": "s", "turns": ["c"], "system": "be brief"}]
+    finished = next(text for i, text in enumerate(TEXTS) if by_id(answers)[f"p{i}"]["finish_reason"] == "stop")
+    asked = [*prompts([finished, "b"]), {"id": "s", "set": "s", "turns": ["c"], "system": "be brief"}]
     assert regenerate(target, asked, path, GREEDY, batch_size=2) == 2
     rows = by_id(path)
     messages = rows["p0"]["messages"]
@@ -175,7 +176,19 @@ def test_a_file_of_something_else_is_left_alone(target, tmp_path):
     path.write_text('{"turns": ["a"]}\n')
     with pytest.raises(DataError, match=r"out\.jsonl:1: not a line that regenerate wrote: give another output file"):
         regenerate(target, prompts("a"), path, GREEDY, batch_size=2)
-    assert path.read_text() == '{"turns": ["a"]}\n'
+    for theirs in ('{"turns": ["a"]}', "a note without a newline", '{"turns": ["a"]}\n{"turns": ["b"]}', "note\nnote"):
+        path.write_text(theirs)
+        with pytest.raises(DataError, match=r"out\.jsonl.*: give another output file|out\.jsonl:1: not valid JSON"):
+            regenerate(target, prompts("a"), path, GREEDY, batch_size=2)
+        assert path.read_text() == theirs
+
+
+def test_an_answer_cut_by_the_cap_ends_its_conversation(target, tmp_path):
+    """Nobody answers a torso, and an earlier turn would be trained on with an end it never had."""
+    asked = prompts(["a", "b"], ["b", "c"], ["hello", "q"], ["q", "hello"])
+    regenerate(target, asked, tmp_path / "out.jsonl", DecodeConfig(max_new_tokens=4), batch_size=4)
+    turns = {row["finish_reason"]: len(row["messages"]) for row in rows_of(tmp_path / "out.jsonl") if len(row["messages"]) == 2}
+    assert turns == {"length": 2}
 
 
 def test_two_prompts_of_one_name(target, tmp_path):

@@ -240,6 +240,18 @@ def test_nothing_to_resume(tmp_path):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True))
 
 
+def test_metrics_of_steps_that_are_done_again_are_removed(tmp_path):
+    """After a kill the log goes on from the checkpoint's step, without a line cut in its middle."""
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 2, 2, 3, 4):
+            writer.write(step, {"step": step, "loss": 1.5})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    with MetricsWriter(tmp_path, tensorboard=False, step=2) as writer:
+        writer.write(3, {"step": 3, "loss": 0.5})
+    assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(1, 1.5), (2, 1.5), (2, 1.5), (3, 0.5)]
+
+
 def test_a_finished_run_may_be_resumed(tmp_path, whole):
     """It only writes the drafter again."""
     shutil.copytree(whole, tmp_path / "r")
@@ -253,7 +265,7 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every,
     """A poisoned third step; metrics are read late, so the fourth may have begun."""
     with monkeypatch.context() as patch:
         before_step(patch, 3, lambda state: state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params)))
-        message = rf"not finite at step 3: lower optim\.learning_rate and --resume \(the newest checkpoint is step {newest}\)"
+        message = rf"not finite at step 3 \(the newest checkpoint is step {newest}\): lower optim\.learning_rate .* another train"
         with pytest.raises(NonFiniteLossError, match=message):
             trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every))
     assert "3" not in [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()]
