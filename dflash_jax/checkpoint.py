@@ -28,16 +28,21 @@ class Checkpoints:
         step: int | None = self.manager.latest_step()
         return step
 
-    def save(self, state: TrainState, data_state: dict[str, Any], identity: dict[str, Any]) -> None:
+    def save(self, state: TrainState, data_state: dict[str, Any], identity: dict[str, Any], config: dict[str, Any]) -> None:
         """Write the state after `state.step` steps. Earlier checkpoints are only deleted once the new one is whole.
 
+        `identity` is what a run that resumes must share; `config` is the merged config, for people. Random keys are made from the
+        seed and the step, so both of them are the state of the random numbers.
         Raises `CheckpointError` when it cannot be written (a full disk).
         """
         step = int(state.step)
         if step == self.newest:
             return
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_by_name(state)), data=ocp.args.JsonSave(data_state), identity=ocp.args.JsonSave(identity)
+            state=ocp.args.StandardSave(_by_name(state)),
+            data=ocp.args.JsonSave(data_state),
+            identity=ocp.args.JsonSave(identity),
+            config=ocp.args.JsonSave(config),
         )
         try:
             self.manager.save(step, args=args)

@@ -183,6 +183,7 @@ class _Loop:
         self.config, self.mesh, self.target, self.drafter = config, mesh, target, drafter
         self.train_step, self.checkpoints, self.iterator, self.identity = train_step, checkpoints, iterator, identity
         self.steps, self.run_dir = steps, run_dir
+        self.merged_config = json.loads(to_json(config))
         self.target_params = jax.device_put(target.params, jax.sharding.NamedSharding(mesh, jax.P()))
         self.learning_rate = schedule(config.optim, steps)
         self.heldout = [target.tokenizer.encode_chat(first_messages(p)) for p in self._heldout_prompts()]
@@ -243,11 +244,11 @@ class _Loop:
                         if pending is not None:  # never save a state whose loss has not been seen to be finite
                             window.append(self._read(*pending))
                             pending = None
-                        self.checkpoints.save(state, position, self.identity)
+                        self.checkpoints.save(state, position, self.identity, self.merged_config)
             except KeyboardInterrupt:
                 if pending is not None:
                     self._read(*pending)
-                self.checkpoints.save(state, position, self.identity)
+                self.checkpoints.save(state, position, self.identity, self.merged_config)
                 return state, False
         return state, True
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import resource
 import shutil
 
@@ -21,6 +22,7 @@ from dflash_jax.train_step import TrainState, init_state
 DRAFTER = DFlashConfig(32, 32, 64, 4, 4.0, 4, 2, 8, 48, block_size=4, num_draft_layers=1, target_layer_ids=(1, 2), mask_token_id=3)
 IDENTITY = {"optim.learning_rate": 1e-3, "drafter.causal": (False,), "steps": 4}
 DATA = {"next_index": 7}
+CONFIG = {"optim": {"learning_rate": 1e-3}}
 
 
 def empty(on=None):
@@ -56,7 +58,7 @@ def checkpoints(tmp_path):
 def test_round_trip(checkpoints, tmp_path):
     """Parameters, moments, counters and data position, bit for bit, by another manager; the newest is taken."""
     for step in (2, 4):
-        checkpoints.save(filled(step, seed=step), {"next_index": step}, IDENTITY)
+        checkpoints.save(filled(step, seed=step), {"next_index": step}, IDENTITY, CONFIG)
     again = Checkpoints(tmp_path / "checkpoints", keep=2)
     state, data = again.restore(empty(), IDENTITY)
     again.close()
@@ -64,10 +66,11 @@ def test_round_trip(checkpoints, tmp_path):
     assert data == {"next_index": 4}
     assert again.newest == 4
     assert int(state.step) == 4
+    assert [json.loads(path.read_text()) for path in (tmp_path / "checkpoints" / "4" / "config").glob("metadata")] == [CONFIG]
 
 
 def test_restored_onto_another_mesh(checkpoints):
-    checkpoints.save(filled(2), DATA, IDENTITY)
+    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
     like = empty(mesh(2, 2, 2))
     state, _ = checkpoints.restore(like, IDENTITY)
     equal(state, filled(2))
@@ -77,13 +80,13 @@ def test_restored_onto_another_mesh(checkpoints):
 
 def test_only_the_newest_are_kept(checkpoints, tmp_path):
     for step in (1, 2, 3):
-        checkpoints.save(filled(step), DATA, IDENTITY)
+        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
 def test_saving_a_step_twice_is_no_error(checkpoints):
-    checkpoints.save(filled(2, seed=1), DATA, IDENTITY)
-    checkpoints.save(filled(2, seed=2), DATA, IDENTITY)
+    checkpoints.save(filled(2, seed=1), DATA, IDENTITY, CONFIG)
+    checkpoints.save(filled(2, seed=2), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2, seed=1))
 
 
@@ -93,7 +96,7 @@ def test_nothing_to_restore(checkpoints):
 
 
 def test_another_config_is_refused_by_name(checkpoints):
-    checkpoints.save(filled(2), DATA, IDENTITY)
+    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
     with pytest.raises(CheckpointError, match=r"another config \(optim\.learning_rate: 0\.001 there, 0\.1 now\)"):
         checkpoints.restore(empty(), IDENTITY | {"optim.learning_rate": 0.1})
     with pytest.raises(CheckpointError, match=r"new: None there, 1 now; steps: 4 there, 5 now\): give the same values"):
@@ -121,16 +124,16 @@ def files_of_at_most(size):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # those of Orbax's writing threads
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
-    checkpoints.save(filled(2), DATA, IDENTITY)
+    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
     with (
         files_of_at_most(16384),
         pytest.raises(CheckpointError, match=r"checkpoint of step 3 could not be written .*newest whole checkpoint is step 2"),
     ):
-        checkpoints.save(filled(3), DATA, IDENTITY)
+        checkpoints.save(filled(3), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2))
     again = Checkpoints(tmp_path / "checkpoints", keep=2)  # a new process, once there is room
     assert again.newest == 2
-    again.save(filled(3, seed=3), DATA, IDENTITY)
+    again.save(filled(3, seed=3), DATA, IDENTITY, CONFIG)
     equal(again.restore(empty(), IDENTITY)[0], filled(3, seed=3))
     again.close()
     gc.collect()  # what is left of the failed save must not show in another test
@@ -140,7 +143,7 @@ def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
 @pytest.mark.parametrize("how", ["cut", "gone"])
 def test_damaged_checkpoints_are_named(checkpoints, tmp_path, part, how):
     for step in (1, 2):
-        checkpoints.save(filled(step), DATA, IDENTITY)
+        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
     files = [path for path in (tmp_path / "checkpoints" / "2" / part).rglob("*") if path.is_file()]
     if how == "gone":
         shutil.rmtree(tmp_path / "checkpoints" / "2" / part)
