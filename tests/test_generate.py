@@ -103,54 +103,12 @@ def test_dense_rows_equal_their_own_runs_and_ignore_their_neighbours():
     assert generate(dense_target(), dense_drafter(), others, 15).tokens[2] == together.tokens[2]
 
 
-# Draws compare in float64 with float32 noise; a near-tie of the two could flip, but not with these seeds.
-SAMPLING = [
-    {"temperature": 0.7},
-    {"temperature": 1.3},
-    {"temperature": 1.3, "top_k": 7},
-    {"temperature": 1.0, "top_p": 0.6, "min_p": 0.02},
-]
-
-
-@pytest.mark.parametrize("options", SAMPLING, ids=str)
-def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
-    """Row r draws with seed + r, keyed by position, so drafts change nothing; and both are what the law and the keys say."""
-    _, _, logits = dense_twin()
-    drafters = (None, dense_drafter(temperature=0.8))
-    outs = [generate(dense_target(), drafter, DENSE_PROMPTS, 12, seed=5, **options) for drafter in drafters]
-    assert outs[0].tokens == outs[1].tokens
-    assert outs[0].tokens != generate(dense_target(), None, DENSE_PROMPTS, 12, seed=6, **options).tokens
-    for row in (0, 3):
-        wanted = reference.plain(
-            lambda text, row=row: reference.keyed_draw(logits(text), 5 + row, len(text), **options), DENSE_PROMPTS[row], 12
-        )
-        assert outs[0].tokens[row] == wanted.tokens
-
-
-@pytest.mark.parametrize("good", [0, 2, BLOCK])
-def test_sampled_output_with_rigged_drafts(good):
-    """A drafter that knows the draws commits whole blocks; one that misses changes nothing but the rounds."""
-    target, options = table_target(), {"temperature": 0.9, "top_k": 20, "seed": 11}
-    prompt = random_prompt(2, 5)
-    answer = reference.plain(
-        lambda text: reference.keyed_draw(target.logits(text), 11, len(text), temperature=0.9, top_k=20), prompt, 19
-    )
-    assert answer.tokens != reference.plain(target.next_token, prompt, 19).tokens
-    out = generate(target, scripted_drafter([prompt + answer.tokens], good=[good]), [prompt], 19, **options)
-    assert out.tokens[0] == answer.tokens
-    assert out.stats.pooled.rounds == 18 // min(good + 1, BLOCK)
-
-
 def test_own_head_embedding_and_learned_mask_decode():
     """A drafter of another width with everything its own: same text, and its own drafts are what the Python loop drafts."""
     drafter = dense_drafter(draft_hidden_dim=8, own_embedding=True, own_head=True, learned_mask_embedding=True, mask_token_id=None)
     next_token, draft, _ = reference.from_scratch(dense_target(), drafter)
     prompt = DENSE_PROMPTS[1]
     assert_row(generate(dense_target(), drafter, [prompt], 9), 0, reference.speculative(next_token, draft, prompt, 9, BLOCK))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A rigged target: every length, stop and cap
 
 
 def test_a_drafter_of_few_tokens_changes_no_text():
@@ -163,6 +121,10 @@ def test_a_drafter_of_few_tokens_changes_no_text():
     out = generate(dense_target(), cut, [prompt], 9)
     assert_row(out, 0, reference.speculative(next_token, draft, prompt, 9, BLOCK))
     assert out.tokens == generate(dense_target(), None, [prompt], 9).tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rigged target: every length, stop and cap
 
 
 def texts_of(target, prompts, length=60):

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from tiny_models import BLOCK, dense_drafter, dense_target, random_prompt, scripted_drafter, table_target
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.generate import generate
 from dflash_jax.sampling import DRAFT_DRAW, TARGET_DRAW, Sampling, draw, process_logits, sampling_rows
 
 B, K, V = 6, 4, 61
@@ -145,3 +147,45 @@ BAD += [("min_p", -0.1), ("min_p", 1.0), ("min_p", math.nan), ("seed", -1), ("se
 def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}: give"):
         sampling_rows(1, **(GOOD | {name: value}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the decode loop
+
+PROMPTS = [random_prompt(length, length) for length in (1, 5, 6, 12)]
+# Draws compare in float64 with float32 noise; a near-tie of the two could flip, but not with these seeds.
+SAMPLING = [
+    {"temperature": 0.7},
+    {"temperature": 1.3},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.6, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=str)
+def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
+    """Row r draws with seed + r, keyed by position, so drafts change nothing; and both are what the law and the keys say."""
+    _, _, logits_of = reference.from_scratch(dense_target())
+    drafters = (None, dense_drafter(temperature=0.8))
+    outs = [generate(dense_target(), drafter, PROMPTS, 12, seed=5, **options) for drafter in drafters]
+    assert outs[0].tokens == outs[1].tokens
+    assert outs[0].tokens != generate(dense_target(), None, PROMPTS, 12, seed=6, **options).tokens
+    for row in (0, 3):
+        wanted = reference.plain(
+            lambda text, row=row: reference.keyed_draw(logits_of(text), 5 + row, len(text), **options), PROMPTS[row], 12
+        )
+        assert outs[0].tokens[row] == wanted.tokens
+
+
+@pytest.mark.parametrize("good", [0, 2, BLOCK])
+def test_sampled_output_with_rigged_drafts(good):
+    """A drafter that knows the draws commits whole blocks; one that misses changes nothing but the rounds."""
+    target, options = table_target(), {"temperature": 0.9, "top_k": 20, "seed": 11}
+    prompt = random_prompt(2, 5)
+    answer = reference.plain(
+        lambda text: reference.keyed_draw(target.logits(text), 11, len(text), temperature=0.9, top_k=20), prompt, 19
+    )
+    assert answer.tokens != reference.plain(target.next_token, prompt, 19).tokens
+    out = generate(target, scripted_drafter([prompt + answer.tokens], good=[good]), [prompt], 19, **options)
+    assert out.tokens[0] == answer.tokens
+    assert out.stats.pooled.rounds == 18 // min(good + 1, BLOCK)
