@@ -248,8 +248,8 @@ class DataConfig:
     """tokens a row; longer conversations are cut (and counted)"""
     buckets: list[int] = field(default_factory=lambda: [128, 256, 512])
     """padded row lengths; each costs one compilation"""
-    batch_size: int = 4
-    """rows a step, over all devices"""
+    batch_size: int = 8
+    """rows a step, over all devices; many rows with few anchors each teach more than few rows with many"""
     num_epochs: int = 1
     seed: int = 0
 
@@ -289,6 +289,7 @@ class TrainConfig:
     steps: int = 0
     """optimizer steps; 0 runs data.num_epochs"""
     anchors_per_row: int = 32
+    """blocks a row and step; anchors of one row share their labels, so raise data.batch_size first"""
     anchor_chunk: int = 16
     """blocks a row whose attention scores exist at once; lower it to save memory"""
     logit_chunk: int = 1024
