@@ -294,6 +294,8 @@ class TrainConfig:
     """blocks a row whose attention scores exist at once; lower it to save memory"""
     logit_chunk: int = 1024
     """slots whose logits exist at once; lower it to save memory"""
+    objective: Literal["decay", "dpace"] = "decay"
+    """how a block's slots are weighed: decay, the paper's fixed fall; dpace, by how likely decoding is to get there"""
     vocab_sample: int = 0
     """tokens that stand for the vocabulary in each step's loss (sampled softmax); 0 takes all. Where products are slow (CPUs) a
     sixth of the vocabulary halves the step's cost; accuracy and acceptance_length are then judged among them, a little high"""

@@ -10,7 +10,7 @@ import numpy as np
 from dflash_jax.blocks import make_blocks, slot_weights
 from dflash_jax.config import DFlashConfig, RopeConfig, TargetConfig
 from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, Execution
-from dflash_jax.loss import head_loss
+from dflash_jax.loss import Objective, head_loss
 from dflash_jax.targets import DenseTarget
 from dflash_jax.verify import verify_block
 
@@ -101,7 +101,14 @@ def gradients_reach_everything() -> str | None:
     def loss(params: Any) -> Any:
         head = model.target.head_kernel(model.target.params)
         sums = head_loss(
-            model.hidden(params), head, blocks.labels_BAK, blocks.supervised_BAK, 4.0, frozen=True, logit_chunk=16, dtype="float32"
+            model.hidden(params),
+            head,
+            blocks.labels_BAK,
+            blocks.supervised_BAK,
+            Objective(4.0),
+            frozen=True,
+            logit_chunk=16,
+            dtype="float32",
         )
         return sums.weighted
 

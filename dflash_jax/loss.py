@@ -1,7 +1,7 @@
 """Losses over block slots. They return sums and counts, so that chunking, accumulation and sharding cannot change them."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,31 @@ def sample_vocabulary(
     return Candidates(ids_S.astype(jnp.int32), correction_S, place_V)
 
 
+class Objective(NamedTuple):
+    """How slots are weighed."""
+
+    gamma_decay: float
+    kind: Literal["decay", "dpace"] = "decay"
+    """decay: w_k = exp(-(k-1)/gamma), divided by the sum of weights (paper, Eq. 4). dpace: weights from the drafter's own
+    confidences, divided by the number of supervised slots (D-PACE, arXiv 2605.18810)"""
+
+    def weights(self, entropy_AJ: Float[Array, "A J"], supervised_AJ: Float[Array, "A J"]) -> Float[Array, "A J"]:
+        """Weights of the drafted slots of blocks, without gradient; `supervised` is 1 or 0."""
+        if self.kind == "decay":
+            return supervised_AJ * slot_weights(entropy_AJ.shape[1] + 1, self.gamma_decay)[None, 1:]
+        # Slot j counts as much as the prefixes that end at j or later are likely; halved towards 1, so that late slots learn too.
+        likely_AJ = jnp.where(supervised_AJ > 0, 0.5 + 0.5 * jnp.exp(-jax.lax.stop_gradient(entropy_AJ)), 1.0)
+        prefix_AJ = jnp.cumprod(likely_AJ, axis=1) * supervised_AJ
+        return supervised_AJ * jnp.flip(jnp.cumsum(jnp.flip(prefix_AJ, 1), axis=1), 1)
+
+
 class LossSums(NamedTuple):
     """Sums over slots; divide by their counts only after adding up every chunk, micro-batch and device."""
 
     weighted: Float[Array, ""]
     """sum of w_k x cross-entropy"""
     weight: Float[Array, ""]
-    """sum of w_k"""
+    """what `weighted` is divided by: the sum of w_k (decay), or the number of supervised slots (dpace)"""
     unweighted: Float[Array, ""]
     """sum of cross-entropy"""
     slots: Float[Array, ""]
@@ -81,23 +99,28 @@ def dflash_loss(
     logits_BAKV = logits_BAKV.astype(jnp.float32)
     picked = jnp.take_along_axis(logits_BAKV, labels_BAK[..., None], axis=-1)[..., 0]
     entropy_BAK = jax.nn.logsumexp(logits_BAKV, axis=-1) - picked
-    return loss_sums(entropy_BAK, jnp.argmax(logits_BAKV, axis=-1) == labels_BAK, supervised_BAK, gamma_decay)
+    correct_BAK = jnp.argmax(logits_BAKV, axis=-1) == labels_BAK
+    return loss_sums(entropy_BAK, correct_BAK, supervised_BAK, Objective(gamma_decay))
 
 
 def loss_sums(
-    entropy_BAK: Float[Array, "B A K"], correct_BAK: Bool[Array, "B A K"], supervised_BAK: Bool[Array, "B A K"], gamma_decay: float
+    entropy_BAK: Float[Array, "B A K"],
+    correct_BAK: Bool[Array, "B A K"],
+    supervised_BAK: Bool[Array, "B A K"],
+    objective: Objective,
 ) -> LossSums:
     """Sums from each slot's cross-entropy and whether its argmax is the label."""
-    k_K = jnp.arange(entropy_BAK.shape[-1])
-    counted_BAK = supervised_BAK & (k_K > 0)[None, None]
+    slots = entropy_BAK.shape[-1]
+    counted_BAK = supervised_BAK & (jnp.arange(slots) > 0)[None, None]
     mask_BAK = counted_BAK.astype(jnp.float32)
-    weight_BAK = mask_BAK * slot_weights(entropy_BAK.shape[-1], gamma_decay)[None, None]
+    weight_AJ = objective.weights(*(x[:, :, 1:].reshape(-1, slots - 1) for x in (entropy_BAK, mask_BAK)))
+    weight_BAK = jnp.pad(weight_AJ.reshape(*mask_BAK.shape[:2], slots - 1), ((0, 0), (0, 0), (1, 0)))
     hits_BAK = (correct_BAK & counted_BAK).astype(jnp.float32)
     # A slot that is not supervised ends the prefix: decoding could not have been checked beyond it.
     prefix_BAK = jnp.cumprod(hits_BAK[..., 1:], axis=-1)
     return LossSums(
         weighted=(weight_BAK * entropy_BAK).sum(),
-        weight=weight_BAK.sum(),
+        weight=(weight_BAK if objective.kind == "decay" else mask_BAK).sum(),
         unweighted=(mask_BAK * entropy_BAK).sum(),
         slots=mask_BAK.sum(),
         correct_K=hits_BAK.sum((0, 1)),
@@ -112,14 +135,14 @@ def head_loss(
     head_VD: Float[Array, "V D"],
     labels_BAK: Int[Array, "B A K"],
     supervised_BAK: Bool[Array, "B A K"],
-    gamma_decay: float,
+    objective: Objective,
     *,
     frozen: bool,
     logit_chunk: int,
     dtype: str,
     candidates: Candidates | None = None,
 ) -> LossSums:
-    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits.
+    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or one block's, if larger).
 
     `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
     forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise
@@ -133,22 +156,35 @@ def head_loss(
     bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
     if candidates is not None:
         head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
-    weight_BAJ = supervised_BAK[:, :, 1:].astype(jnp.float32) * slot_weights(slots, gamma_decay)[None, None, 1:]
-    chunk = min(logit_chunk, rows_ND.shape[0])
+    # whole blocks in a chunk: the weights of a block's slots may depend on one another
+    chunk = min(max(logit_chunk // (slots - 1), 1) * (slots - 1), rows_ND.shape[0])
     chunks = -(-rows_ND.shape[0] // chunk)
     pad = chunks * chunk - rows_ND.shape[0]
     rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, pad))
-    weight_N = jnp.pad(weight_BAJ.reshape(-1), (0, pad))
+    supervised_N = jnp.pad(supervised_BAK[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
+    how = _How(chunk, slots - 1, objective, dtype)
     run = _frozen_head if frozen else _trained_head
-    weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, weight_N, chunk, dtype)
+    weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
 
     def slots_again(x_N: Array) -> Array:
         x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
         return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
 
-    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, gamma_decay)
+    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective)
     return sums._replace(weighted=weighted)
+
+
+class _How(NamedTuple):
+    chunk: int
+    drafted: int
+    """slots of a block that have labels"""
+    objective: Objective
+    dtype: str
+
+    def weights(self, entropy_N: Array, supervised_N: Array) -> Array:
+        blocks = (x.reshape(-1, self.drafted) for x in (entropy_N, supervised_N))
+        return self.objective.weights(*blocks).reshape(-1)
 
 
 def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Array, dtype: str) -> tuple[Array, Array, Array, Array]:
@@ -164,54 +200,46 @@ def _split(chunk: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _trained_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
 ) -> tuple[Array, Array, Array]:
     @jax.checkpoint
     def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
         rows_CD, labels_C = part
-        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
+        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
         return entropy_C, correct_C
 
-    entropy, correct = jax.lax.map(one, _split(chunk, rows_ND, labels_N))
+    entropy, correct = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N))
     entropy_N = entropy.reshape(-1)
-    return (weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1)
+    return (how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _frozen_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
 ) -> tuple[Array, Array, Array]:
-    def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
-        rows_CD, labels_C = part
-        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
-        return entropy_C, correct_C
-
-    entropy, correct = jax.lax.map(one, _split(chunk, rows_ND, labels_N))
-    entropy_N = entropy.reshape(-1)
-    return (weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1)
+    return _trained_head(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
 
 
 def _frozen_head_fwd(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, weight_N: Array, chunk: int, dtype: str
+    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
 ) -> tuple[tuple[Array, Array, Array], Array]:
     vocab = head_VD.shape[0]
 
     def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        rows_CD, labels_C, weight_C = part
-        logits_CV, top_C, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, dtype)
+        rows_CD, labels_C, supervised_C = part
+        logits_CV, top_C, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
+        weight_C = how.weights(entropy_C, supervised_C)
         is_label_CV = labels_C[:, None] == jnp.arange(vocab, dtype=labels_C.dtype)[None]
         slope_CV = weight_C[:, None] * (jnp.exp(logits_CV - top_C[:, None]) - is_label_CV.astype(jnp.float32))
-        return entropy_C, correct_C, product("nv,vd->nd", slope_CV, head_VD, dtype)
+        return entropy_C, correct_C, product("nv,vd->nd", slope_CV, head_VD, how.dtype)
 
-    entropy, correct, grad = jax.lax.map(one, _split(chunk, rows_ND, labels_N, weight_N))
+    entropy, correct, grad = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N, supervised_N))
     entropy_N = entropy.reshape(-1)
-    out = ((weight_N * entropy_N).sum(), entropy_N, correct.reshape(-1))
+    out = ((how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1))
     return out, grad.reshape(rows_ND.shape).astype(rows_ND.dtype)
 
 
-def _frozen_head_bwd(
-    chunk: int, dtype: str, grad_ND: Array, cotangent: tuple[Array, Any, Any]
-) -> tuple[Array, None, None, None, None]:
+def _frozen_head_bwd(how: _How, grad_ND: Array, cotangent: tuple[Array, Any, Any]) -> tuple[Array, None, None, None, None]:
     return cotangent[0] * grad_ND, None, None, None, None
 
 

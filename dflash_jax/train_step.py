@@ -13,7 +13,7 @@ from dflash_jax.blocks import Blocks, make_blocks, sample_anchors
 from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
-from dflash_jax.loss import LossSums, head_loss, sample_vocabulary
+from dflash_jax.loss import LossSums, Objective, head_loss, sample_vocabulary
 from dflash_jax.sharding import BATCH, shardings
 from dflash_jax.targets import Target, TrainableTarget
 
@@ -86,7 +86,7 @@ def block_loss(
         params["lm_head"][...] if model.own_head else target.head_kernel(frozen),
         blocks.labels_BAK,
         blocks.supervised_BAK,
-        model.loss_decay_gamma,
+        Objective(model.loss_decay_gamma, train.objective),
         frozen=not model.own_head,
         logit_chunk=train.logit_chunk,
         dtype=model.dtype,

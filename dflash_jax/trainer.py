@@ -75,7 +75,7 @@ def fit(config: Config) -> int:
     _check_counts(config)
     run_dir = Path(config.train.run_dir)
     mesh = make_mesh(config.mesh)
-    target = load_target(config.target.path, dtype=config.target.dtype)
+    target = load_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     if target.tokenizer is None:
         raise ConfigError(
             f"target.path {config.target.path} has no tokenizer: training reads text, so add tokenizer.json to the folder"
@@ -157,7 +157,9 @@ def _sample(dataset: ConversationDataset) -> Batch:
 
 def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:
     """What a resumed run must have in common with the checkpoint: all that decides the numbers."""
-    train = {name: getattr(config.train, name) for name in ("init", "anchors_per_row", "vocab_sample", "features", "seed")}
+    train = {
+        name: getattr(config.train, name) for name in ("init", "anchors_per_row", "objective", "vocab_sample", "features", "seed")
+    }
     parts = {"drafter": dataclasses.asdict(drafter), "target": dataclasses.asdict(config.target), "train": train}
     parts["optim"] = dataclasses.asdict(config.optim)
     flat = {f"{section}.{name}": value for section, values in parts.items() for name, value in values.items()}
@@ -184,7 +186,6 @@ class _Loop:
         self.train_step, self.checkpoints, self.iterator, self.identity = train_step, checkpoints, iterator, identity
         self.steps, self.run_dir = steps, run_dir
         self.merged_config = json.loads(to_json(config))
-        self.target_params = jax.device_put(target.params, jax.sharding.NamedSharding(mesh, jax.P()))
         self.learning_rate = schedule(config.optim, steps)
         self.heldout = [target.tokenizer.encode_chat(first_messages(p)) for p in self._heldout_prompts()]
         if self.heldout:
@@ -221,7 +222,7 @@ class _Loop:
                     started = time.perf_counter()
                     raw = next(self.iterator)
                     batch = place_batch(raw, self.mesh)
-                    next_state, metrics = self.train_step(state, self.target_params, batch, self._features(raw))
+                    next_state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
                     state, position, step = next_state, self.iterator.get_state(), step + 1
                     if pending is not None:
                         window.append(self._read(*pending))
@@ -268,7 +269,7 @@ class _Loop:
             bucket = min(b for b in self.config.data.buckets if b >= length)
             tokens_1T, mask_1T = (jnp.asarray(raw[name][row : row + 1, :bucket]) for name in ("tokens_BT", "loss_mask_BT"))
             alone = Batch(tokens_1T, mask_1T, jnp.asarray([length], jnp.int32))
-            taps_1TM = np.asarray(self.features(self.target_params, alone))
+            taps_1TM = np.asarray(self.features(self.target.params, alone))
             self.kept_features[row_id] = taps_1TM[0, :length].astype(ml_dtypes.bfloat16)
         return np.pad(self.kept_features[row_id], ((0, width - length), (0, 0))).astype(np.float32)
 

@@ -176,13 +176,13 @@ class Loss:
     blocks: int = 0
 
 
-def loss(logits_BAKV, labels_BAK, supervised_BAK, gamma):
+def loss(logits_BAKV, labels_BAK, supervised_BAK, gamma, kind="decay"):
     """Slot by slot, float64. Sums and counts, and the correct and counted slots by k."""
     logits_BAKV = np.asarray(logits_BAKV, np.float64)
     batch, anchors, slots, _ = logits_BAKV.shape
     sums, correct_K, count_K = Loss(), np.zeros(slots), np.zeros(slots)
     for b, a in np.ndindex(batch, anchors):
-        standing, any_label = True, False
+        standing, any_label, all_nats = True, False, {}
         for k in range(1, slots):
             if not supervised_BAK[b, a, k]:
                 standing = False
@@ -190,8 +190,7 @@ def loss(logits_BAKV, labels_BAK, supervised_BAK, gamma):
             logits, label = logits_BAKV[b, a, k], int(labels_BAK[b, a, k])
             nats = math.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]
             hit = int(np.argmax(logits)) == label
-            sums.weighted += math.exp(-(k - 1) / gamma) * nats
-            sums.weight += math.exp(-(k - 1) / gamma)
+            all_nats[k] = nats
             sums.unweighted += nats
             sums.slots += 1
             correct_K[k] += hit
@@ -199,6 +198,15 @@ def loss(logits_BAKV, labels_BAK, supervised_BAK, gamma):
             standing, any_label = standing and hit, True
             sums.accepted += standing
         sums.blocks += any_label
+        for k, nats in all_nats.items():
+            if kind == "decay":
+                weight = math.exp(-(k - 1) / gamma)
+            else:  # D-PACE: how likely the prefixes are that hold slot k, confidences halved towards 1
+                weight = sum(
+                    math.prod(0.5 + 0.5 * math.exp(-n) for i, n in all_nats.items() if i <= end) for end in all_nats if end >= k
+                )
+            sums.weighted += weight * nats
+            sums.weight += weight if kind == "decay" else 1
     return sums, correct_K, count_K
 
 

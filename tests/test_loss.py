@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import reference
 
-from dflash_jax.loss import dflash_loss, head_loss, sample_vocabulary
+from dflash_jax.loss import Objective, dflash_loss, head_loss, loss_sums, sample_vocabulary
 
 B, A, K, D, V, GAMMA = 2, 3, 5, 8, 19, 2.5
+DECAY, DPACE = Objective(GAMMA), Objective(GAMMA, "dpace")
 
 
 def case(seed=0):
@@ -28,8 +29,8 @@ def case(seed=0):
     return *floats, jnp.asarray(labels, jnp.int32), jnp.asarray(supervised)
 
 
-def assert_sums(sums, logits, labels, supervised, gamma=GAMMA):
-    wanted, correct_K, count_K = reference.loss(logits, labels, supervised, gamma)
+def assert_sums(sums, logits, labels, supervised, objective=DECAY):
+    wanted, correct_K, count_K = reference.loss(logits, labels, supervised, *objective)
     assert wanted.accepted > 3
     assert wanted.blocks == B * A - 1
     for name, value in dataclasses.asdict(wanted).items():
@@ -41,14 +42,14 @@ def assert_sums(sums, logits, labels, supervised, gamma=GAMMA):
     np.testing.assert_allclose(sums.acceptance_length, 1 + wanted.accepted / wanted.blocks, rtol=1e-6)
 
 
-run_head = jax.jit(head_loss, static_argnames=("gamma_decay", "frozen", "logit_chunk", "dtype"))
+run_head = jax.jit(head_loss, static_argnames=("objective", "frozen", "logit_chunk", "dtype"))
 
 
-def value_and_gradient(hidden, head, labels, supervised, candidates=None, **options):
+def value_and_gradient(hidden, head, labels, supervised, candidates=None, objective=DECAY, **options):
     """The sums, and gradients of the weighted sum towards hidden states and head."""
 
     def weighted(hidden, head):
-        sums = run_head(hidden, head, labels, supervised, GAMMA, dtype="float32", candidates=candidates, **options)
+        sums = run_head(hidden, head, labels, supervised, objective, dtype="float32", candidates=candidates, **options)
         return 3.0 * sums.weighted, sums  # not 1: a custom gradient must use the cotangent
 
     return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -58,21 +59,30 @@ def value_and_gradient(hidden, head, labels, supervised, candidates=None, **opti
 def test_whole_logits_equal_numpy(gamma):
     hidden, head, labels, supervised = case()
     logits = hidden @ head.T
-    assert_sums(dflash_loss(logits, labels, supervised, gamma), logits, labels, supervised, gamma)
+    assert_sums(dflash_loss(logits, labels, supervised, gamma), logits, labels, supervised, Objective(gamma))
 
 
+def plain_sums(hidden, head, labels, supervised, objective):
+    """The sums of whole logits."""
+    logits = hidden @ head.T
+    entropy = -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), labels[..., None], axis=-1)[..., 0]
+    return loss_sums(entropy, jnp.argmax(logits, axis=-1) == labels, supervised, objective)
+
+
+@pytest.mark.parametrize("objective", [DECAY, DPACE], ids=lambda objective: objective.kind)
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunked_head_equals_whole_logits(frozen, chunk):
-    """24 rows in chunks of 1, of 7 (padded) and in one: values, and gradients equal to plain differentiation."""
+@pytest.mark.parametrize("chunk", [1, 17, 1000])
+def test_chunked_head_equals_whole_logits(frozen, chunk, objective):
+    """24 rows in chunks of one block, of 4 (padded) and in one: values, and gradients equal to plain differentiation."""
     hidden, head, labels, supervised = case()
 
     def plain(hidden, head):
-        return 3.0 * dflash_loss(hidden @ head.T, labels, supervised, GAMMA).weighted
+        return 3.0 * plain_sums(hidden, head, labels, supervised, objective).weighted
 
     wanted_hidden, wanted_head = jax.grad(plain, argnums=(0, 1))(hidden, head)
-    (_, sums), (got_hidden, got_head) = value_and_gradient(hidden, head, labels, supervised, frozen=frozen, logit_chunk=chunk)
-    assert_sums(sums, hidden @ head.T, labels, supervised)
+    options = {"frozen": frozen, "logit_chunk": chunk, "objective": objective}
+    (_, sums), (got_hidden, got_head) = value_and_gradient(hidden, head, labels, supervised, **options)
+    assert_sums(sums, hidden @ head.T, labels, supervised, objective)
     np.testing.assert_allclose(got_hidden, wanted_hidden, rtol=1e-4, atol=1e-5)
     assert (got_hidden[:, :, 0] == 0).all(), "slot 0 has no label"
     if frozen:
@@ -94,13 +104,24 @@ def test_nothing_supervised_is_zero_loss_and_zero_gradient(frozen, size):
     assert all(not np.asarray(grad).any() for grad in grads)
 
 
+def test_dpace_weights_by_hand():
+    """Confidences 1, 1/2, 1/4: prefixes of likelihood 1, 3/4, 15/32. A slot counts for the prefixes that hold it."""
+    entropy_AJ = jnp.asarray([[0.0, np.log(2), np.log(4)]] * 2, jnp.float32)
+    supervised_AJ = jnp.asarray([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    weights_AJ = DPACE.weights(entropy_AJ, supervised_AJ)
+    np.testing.assert_allclose(weights_AJ[0], [1 + 3 / 4 + 15 / 32, 3 / 4 + 15 / 32, 15 / 32], rtol=1e-6)
+    np.testing.assert_allclose(weights_AJ[1], [1 + 5 / 8, 0, 5 / 8], rtol=1e-6)
+    slope = jax.grad(lambda entropy_AJ: DPACE.weights(entropy_AJ, supervised_AJ).sum())(entropy_AJ)
+    assert not np.asarray(slope).any(), "no gradient through weights"
+
+
 def test_only_supervised_slots_matter():
     hidden, head, labels, supervised = case()
     wild = jnp.where(supervised[..., None] & (jnp.arange(K) > 0)[None, None, :, None], hidden, 1e4)
     other = jnp.where(supervised, labels, 0)
     for name in ("weighted", "unweighted", "accepted", "correct_K"):
         values = [
-            getattr(run_head(h, head, y, supervised, GAMMA, frozen=True, logit_chunk=7, dtype="float32"), name)
+            getattr(run_head(h, head, y, supervised, DECAY, frozen=True, logit_chunk=7, dtype="float32"), name)
             for h, y in ((hidden, labels), (wild, other))
         ]
         np.testing.assert_allclose(*values, rtol=1e-5, err_msg=name)
@@ -130,8 +151,8 @@ def test_accept_length_does_not_depend_on_gamma():
 def test_bfloat16_head_is_close():
     hidden, head, labels, supervised = case()
     options = {"frozen": True, "logit_chunk": 7}
-    ours = run_head(hidden, head.astype(jnp.bfloat16), labels, supervised, GAMMA, dtype="bfloat16", **options)
-    exact = run_head(hidden, head, labels, supervised, GAMMA, dtype="float32", **options)
+    ours = run_head(hidden, head.astype(jnp.bfloat16), labels, supervised, DECAY, dtype="bfloat16", **options)
+    exact = run_head(hidden, head, labels, supervised, DECAY, dtype="float32", **options)
     assert 0 < abs(float(ours.loss) - float(exact.loss)) < 0.1
 
 
@@ -184,7 +205,7 @@ def test_sampled_normaliser_is_unbiased_and_labels_cost_what_they_should():
     assert ratios.std() > 0.1
     assert (np.abs(ratios.mean(0) - 1) < 5 * deviation + 1e-5).all()
     candidates = sample(jax.random.key(5), labels, supervised, V, 9)
-    sums = run_head(hidden, head, labels, supervised, GAMMA, frozen=True, logit_chunk=7, dtype="float32", candidates=candidates)
+    sums = run_head(hidden, head, labels, supervised, DECAY, frozen=True, logit_chunk=7, dtype="float32", candidates=candidates)
     among = logits[..., candidates.ids_S] + candidates.correction_S[None, None, None]
     wanted = dflash_loss(among, candidates.place_V[labels], supervised, GAMMA)
     for got, want in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted), strict=True):
