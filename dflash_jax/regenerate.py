@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from tqdm import tqdm
 
 from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import read_jsonl
-from dflash_jax.decode import DecodeState, decode
+from dflash_jax.decode import DecodeState, decode, prefill_lengths
 from dflash_jax.errors import ConfigError, DataError
 from dflash_jax.generate import start
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
 
 _LINE_START = b'{"id": '
-ROUNDS = 16
+ROUNDS = 8
 """tokens decoded between looks at which rows are done"""
+REFILL_SHARE = 8
+"""an eighth of the batch is filled again at once: one small prefill, few rows that wait"""
 
 
 def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, config: DecodeConfig, batch_size: int) -> int:
@@ -56,11 +59,9 @@ def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, confi
             fitting = [c for c in waiting if c.encode(target) <= room]
             too_long += len(waiting) - len(fitting)
             bar.update(len(waiting) - len(fitting))
-            # rows of one batch have prompts of similar length, so that padding is short; all turns k come before turns k + 1
-            fitting.sort(key=lambda c: len(c.tokens))
-            waiting = []
-            for first in range(0, len(fitting), batch_size):
-                for conversation, answer in _answer(target, fitting[first : first + batch_size], config):
+            waiting = []  # all turns k come before turns k + 1
+            for group in _same_shape(fitting, config.max_new_tokens):
+                for conversation, answer in _answer(target, group, config, batch_size):
                     if conversation.take(target, answer):
                         file.write(conversation.line(target, answer) + "\n")
                         file.flush()
@@ -105,30 +106,51 @@ class _Conversation:
         return json.dumps(row | {"answer_tokens": answer, "finish_reason": reason}, ensure_ascii=False)
 
 
-def _answer(target: Target, batch: list[_Conversation], config: DecodeConfig) -> Any:
-    """Yield (conversation, answer token ids) as rows finish; the batch is halved when half of its rows are done."""
-    state, lengths = start(target, None, [c.tokens for c in batch], config, seeds=[c.seed(config.seed) for c in batch])
-    rows: list[int | None] = [i if i < len(batch) else None for i in range(state.done_B.shape[0])]
-    while any(row is not None for row in rows):
+def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, batch_size: int) -> Iterator[Any]:
+    """Yield (conversation, answer token ids) as rows finish. Rows that are done take the next prompts, so the batch stays full.
+
+    All prompts have the same padded length and capacity (`_same_shape`), so four programs are compiled, whatever their number is.
+    """
+    refill = max(1, batch_size // REFILL_SHARE)
+    waiting = waiting[::-1]
+    rows: list[_Conversation | None] = []
+    state: DecodeState | None = None
+    while waiting or any(rows):
+        free = [place for place, row in enumerate(rows) if row is None]
+        while waiting and (state is None or len(free) >= refill):
+            chosen = [waiting.pop() for _ in range(min(len(waiting), batch_size if state is None else refill))]
+            fresh, _ = start(target, None, [c.tokens for c in chosen], config, seeds=[c.seed(config.seed) for c in chosen])
+            spare = fresh.done_B.shape[0] - len(chosen)
+            if state is None:
+                state, rows = fresh, [*chosen, *[None] * spare]
+            else:  # spare rows of the refill are done, so they may lie on rows that are free
+                places, free = free[: fresh.done_B.shape[0]], free[len(chosen) :]
+                state = _put_rows(state, fresh, jnp.asarray(places, jnp.int32))
+                for place, conversation in zip(places, chosen, strict=False):
+                    rows[place] = conversation
+        assert state is not None
         state = decode(target.params, (), state, jnp.int32(ROUNDS), target=target, drafter=None)
         done_B, length_B = np.asarray(state.done_B), np.asarray(state.length_B)
         for place, row in enumerate(rows):
             if row is not None and done_B[place]:
-                yield batch[row], np.asarray(state.tokens_BL[place, lengths[row] : length_B[place]]).tolist()
+                yield row, np.asarray(state.tokens_BL[place, len(row.tokens) : length_B[place]]).tolist()
                 rows[place] = None
-        live = [place for place, row in enumerate(rows) if row is not None]
-        half = len(rows) // 2
-        if live and len(live) <= half:
-            spare = [place for place in range(len(rows)) if rows[place] is None][: half - len(live)]
-            keep = live + spare
-            state = _take_rows(state, jnp.asarray(keep, jnp.int32))
-            rows = [rows[place] for place in keep]
 
 
-@partial(jax.jit)
-def _take_rows(state: DecodeState, keep_B: jax.Array) -> DecodeState:
-    rows = state._replace(stops_S=jnp.zeros_like(state.length_B))  # the one field without a row axis
-    return jax.tree.map(lambda x: x[keep_B], rows)._replace(stops_S=state.stops_S)
+def _same_shape(conversations: list[_Conversation], max_new_tokens: int) -> list[list[_Conversation]]:
+    """Groups of equal padded prompt length and cache capacity, short ones first."""
+
+    def shape(conversation: _Conversation) -> tuple[int, int]:
+        return prefill_lengths([len(conversation.tokens)], max_new_tokens, 1)
+
+    return [list(group) for _, group in groupby(sorted(conversations, key=shape), key=shape)]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_rows(state: DecodeState, fresh: DecodeState, places_R: jax.Array) -> DecodeState:
+    """Rows of `fresh` in place of the rows `places_R` of `state`."""
+    old, new = (s._replace(stops_S=s.length_B) for s in (state, fresh))  # stops are the one field without a row axis
+    return jax.tree.map(lambda x, y: x.at[places_R].set(y), old, new)._replace(stops_S=state.stops_S)
 
 
 def _finished_ids(out: Path) -> set[str]:

@@ -159,6 +159,19 @@ def test_sampled_answers(target, tmp_path, answers):
     assert all(len(row["answer_tokens"]) <= 24 for row in first.values())
 
 
+@pytest.mark.parametrize("batch_size", [8, 16])
+def test_rows_are_filled_again(target, tmp_path, batch_size):
+    """Many prompts through one batch of unequal answers, twice as many as it has rows and not a multiple of a refill: each is what
+    it is alone."""
+    asked = prompts(*[chr(97 + i % 26) * (1 + i % 3) for i in range(2 * batch_size + 3)])
+    path = tmp_path / "out.jsonl"
+    assert regenerate(target, asked, path, GREEDY, batch_size=batch_size) == len(asked)
+    rows = by_id(path)
+    for prompt in asked:
+        alone = generate(target, None, [target.tokenizer.encode_chat([user(prompt["turns"][0])])], max_new_tokens=24)
+        assert rows[prompt["id"]]["answer_tokens"] == alone.tokens[0]
+
+
 def test_sampled_answers_do_not_depend_on_their_batch(target, tmp_path):
     """Other batches, or a resumed run, draw every prompt's answer the same; and no two batches share their draws."""
     config = DecodeConfig(max_new_tokens=24, temperature=1.0, seed=3)
