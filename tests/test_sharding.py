@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from tiny_run import mesh
+from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
 from dflash_jax.config import DFlashConfig, MeshConfig, OptimConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
+from dflash_jax.generate import generate
+from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.optim import optimizer
 from dflash_jax.sharding import make_mesh, replicated_dimensions, shardings, spec
 from dflash_jax.train_step import init_state, place_batch
@@ -147,3 +149,20 @@ def test_mesh_sizes():
 def test_refused_meshes(config, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(config, jax.devices()[:8])
+
+
+def test_decoding_on_a_mesh():
+    """Target and drafter spread over 1 x 2 x 2 devices: the tokens of one device, plain and speculative."""
+    where = mesh(1, 2, 2)
+    spread = load_target(target_folder(), dtype="float32", mesh=where)
+    embedding = spread.params["embed_tokens"][...]
+    assert len(embedding.sharding.device_set) == 4
+    one = tiny_target()
+    drafter = load_drafter(drafter_folder(), one, dtype="float32")
+    placed = Drafter(drafter.config, jax.device_put(drafter.params, shardings(drafter.params, where)))
+    prompts = [one.tokenizer.encode_chat([user(text)]) for text in ("a", "hello")]
+    wanted = generate(one, None, prompts, max_new_tokens=12)
+    assert generate(spread, None, prompts, max_new_tokens=12).tokens == wanted.tokens
+    fast = generate(spread, placed, prompts, max_new_tokens=12)
+    assert fast.tokens == wanted.tokens
+    assert fast.stats == generate(one, drafter, prompts, max_new_tokens=12).stats

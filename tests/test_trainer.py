@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -19,7 +18,6 @@ from dflash_jax.config import Config, DecodeConfig, to_json
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter
-from dflash_jax.metrics import MetricsWriter
 from dflash_jax.regenerate import regenerate
 
 make_train_step = trainer.make_train_step
@@ -153,20 +151,6 @@ def test_only_the_last_checkpoints_stay(whole):
     assert not any("embed_tokens" in name for name in names), "the target is not in it"
 
 
-def test_tensorboard_on_request(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer.write(3, {"loss": 1.5, "accuracy_per_position": [0.5, 0.25]})
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert all(name in events.read_bytes() for name in (b"loss", b"accuracy_per_position/1", b"accuracy_per_position/2"))
-    assert metrics_of(tmp_path) == [{"loss": 1.5, "accuracy_per_position": [0.5, 0.25]}]
-
-
-def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dflash_jax\[tensorboard\]'"):
-        MetricsWriter(tmp_path, tensorboard=True)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Stopping and continuing
 
@@ -192,6 +176,18 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
     assert_equal(final_state(tmp_path / "parts", 4), final_state(tmp_path / "straight", 4))
     last = [metrics_of(tmp_path / name)[-1] for name in ("parts", "straight")]
     assert last[0]["loss"] == last[1]["loss"]
+
+
+def test_bfloat16_trains_like_float32(tmp_path, whole):
+    """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32. With TensorBoard, as on an accelerator."""
+    changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 0
+    for ours, exact in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
+        assert ours["loss"] == pytest.approx(exact["loss"], rel=3e-2)
+        assert ours["loss"] != exact["loss"]
+    assert {x.dtype for name, x in final_state(tmp_path / "r", 4).items() if ".params" in name} == {np.dtype("float32")}
+    (events,) = (tmp_path / "r" / "tensorboard").iterdir()
+    assert all(name in events.read_bytes() for name in (b"loss", b"learning_rate", b"accuracy_per_position/3"))
 
 
 def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
@@ -238,18 +234,6 @@ def test_a_run_folder_in_use_is_left_alone(whole):
 def test_nothing_to_resume(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint: start without --resume"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True))
-
-
-def test_metrics_of_steps_that_are_done_again_are_removed(tmp_path):
-    """After a kill the log goes on from the checkpoint's step, without a line cut in its middle."""
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        for step in (1, 2, 2, 3, 4):
-            writer.write(step, {"step": step, "loss": 1.5})
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "lo')
-    with MetricsWriter(tmp_path, tensorboard=False, step=2) as writer:
-        writer.write(3, {"step": 3, "loss": 0.5})
-    assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(1, 1.5), (2, 1.5), (2, 1.5), (3, 0.5)]
 
 
 def test_a_finished_run_may_be_resumed(tmp_path, whole):
