@@ -179,7 +179,7 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
 
 
 def test_bfloat16_trains_like_float32(tmp_path, whole):
-    """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32. With TensorBoard, as on an accelerator."""
+    """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
     changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
     assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 0
     for ours, exact in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
