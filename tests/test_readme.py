@@ -1,0 +1,50 @@
+"""What the README shows runs as it stands there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import dflash_jax
+import serve
+import train
+from dflash_jax import __main__ as commands
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(capsys, monkeypatch):
+    """The real model and the shipped drafter; only the answer is shorter."""
+    monkeypatch.chdir(ROOT)
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "max_new_tokens=128" in example
+    exec(compile(example.replace("max_new_tokens=128", "max_new_tokens=12"), "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    text, reason, tau = re.fullmatch(r"(.*) (length|stop) ([\d.]+)\n", out, re.DOTALL).groups()
+    assert len(text) > 20
+    assert reason == "length"
+    assert 1 <= float(tau) <= 8
+
+
+def test_every_public_name_exists():
+    for name in dflash_jax.__all__:
+        assert getattr(dflash_jax, name) is not None
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\| `(python .*?)`", README, re.MULTILINE))
+def test_commands_exist(line, capsys):
+    """Each command of the table parses its options: --help of the same command knows their names."""
+    words = shlex.split(line.replace("[", "").replace("]", ""))
+    if words[1:3] == ["-m", "dflash_jax"]:
+        main, options = (lambda argv: commands.main([words[3], *argv])), words[4:]
+    else:
+        main, options = {"serve.py": serve.main, "train.py": train.main}[words[1]], words[2:]
+    try:
+        status = main(["--help"])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 0
+    out = capsys.readouterr().out
+    assert all(option in out for option in options if option.startswith("--") and option != "--resume")
