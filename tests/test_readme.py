@@ -22,7 +22,7 @@ def test_the_example_runs(capsys, monkeypatch):
     assert "max_new_tokens=128" in example
     exec(compile(example.replace("max_new_tokens=128", "max_new_tokens=12"), "README.md", "exec"), {})
     out = capsys.readouterr().out
-    text, reason, tau = re.fullmatch(r"(.*) (length|stop) ([\d.]+)\n", out, re.DOTALL).groups()
+    text, reason, tau = re.fullmatch(r"(.*) \['(length|stop)'\] ([\d.]+)\n", out, re.DOTALL).groups()
     assert len(text) > 20
     assert reason == "length"
     assert 1 <= float(tau) <= 8
