@@ -26,7 +26,11 @@ class MetricsWriter:
         path = folder / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
+            kept = [line for line in lines if _step_of(line) <= step]
+            if kept != lines:  # beside the file first: a full disk or a kill must not cost what was measured
+                beside = path.with_suffix(".new")
+                beside.write_text("".join(kept), encoding="utf-8")
+                beside.replace(path)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, step: int, values: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.config import DecodeConfig
@@ -109,9 +108,9 @@ class _Conversation:
 def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, batch_size: int) -> Iterator[Any]:
     """Yield (conversation, answer token ids) as rows finish. Rows that are done take the next prompts, so the batch stays full.
 
-    All prompts have the same padded length and capacity (`_same_shape`), so four programs are compiled, whatever their number is.
+    All prompts have the same padded length and capacity (`_same_shape`), so few programs are compiled, whatever their number is.
     """
-    refill = max(1, batch_size // REFILL_SHARE)
+    refill = 1 << (max(1, batch_size // REFILL_SHARE).bit_length() - 1)  # a power of two, as `start` pads: it must fit free rows
     waiting = waiting[::-1]
     rows: list[_Conversation | None] = []
     state: DecodeState | None = None
@@ -130,10 +129,11 @@ def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, 
                     rows[place] = conversation
         assert state is not None
         state = decode(target.params, (), state, jnp.int32(ROUNDS), target=target, drafter=None)
-        done_B, length_B = np.asarray(state.done_B), np.asarray(state.length_B)
+        # whole arrays: a slice on the device would be compiled for every length of an answer
+        done_B, length_B, tokens_BL = jax.device_get((state.done_B, state.length_B, state.tokens_BL))
         for place, row in enumerate(rows):
             if row is not None and done_B[place]:
-                yield row, np.asarray(state.tokens_BL[place, len(row.tokens) : length_B[place]]).tolist()
+                yield row, tokens_BL[place, len(row.tokens) : length_B[place]].tolist()
                 rows[place] = None
 
 
