@@ -92,7 +92,7 @@ def prefill(
 
 
 def draft(
-    params: Any, draft_params: Any, state: DecodeState, target: Target, drafter: Drafter, block_size: int
+    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter, block_size: int
 ) -> Int[Array, "B J"]:
     """One parallel pass of the drafter: tokens for slots 1..K-1 after each row's anchor."""
     anchors_B = state.length_B - 1
@@ -100,7 +100,7 @@ def draft(
     block_BKD = drafter.embed_block(draft_params, anchor_tokens_B, block_size, partial(target.embed, params))
     positions_BK = anchors_B[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
     hidden_BKD = drafter.propose(draft_params, block_BKD, positions_BK, state.draft_cache)
-    logits_BJV = drafter.unembed(draft_params, hidden_BKD[:, 1:], target, params)
+    logits_BJV = drafter.unembed(hidden_BKD[:, 1:], head_VD, target, params)
     temperature = drafter.config.temperature
     if temperature == 0:
         return draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW)
@@ -148,11 +148,13 @@ def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, "
     return state, emitted_B
 
 
-def _round(params: Any, draft_params: Any, state: DecodeState, target: Target, drafter: Drafter | None) -> DecodeState:
+def _round(
+    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter | None
+) -> DecodeState:
     batch, block_size = state.accepted_BK.shape
     draft_BJ = jnp.zeros((batch, 0), jnp.int32)
     if drafter is not None:
-        draft_BJ = draft(params, draft_params, state, target, drafter, block_size)
+        draft_BJ = draft(params, draft_params, head_VD, state, target, drafter, block_size)
     live_B = ~state.done_B
     state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, target, drafter)
     state, emitted_B = commit(state, tokens_BK, tau_B)
@@ -169,6 +171,7 @@ def decode(
     params: Any, draft_params: Any, state: DecodeState, max_rounds: Int[Array, ""], *, target: Target, drafter: Drafter | None
 ) -> DecodeState:
     """At most `max_rounds` rounds on the device; fewer when every row is done. The state is donated: use the returned one."""
+    head_VD = drafter.head(draft_params, target, params) if drafter is not None else None
 
     def unfinished(carry: tuple[Array, DecodeState]) -> Array:
         done_rounds, state = carry
@@ -176,6 +179,6 @@ def decode(
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done_rounds, state = carry
-        return done_rounds + 1, _round(params, draft_params, state, target, drafter)
+        return done_rounds + 1, _round(params, draft_params, head_VD, state, target, drafter)
 
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

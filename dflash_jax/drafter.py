@@ -248,16 +248,24 @@ class Drafter:
         masks = jnp.broadcast_to(mask_D.astype(jnp.float32), (*anchor_tokens.shape, block_size - 1, mask_D.shape[-1]))
         return jnp.concatenate([anchor, masks], axis=-2)
 
-    def unembed(self, params: Any, hidden: Float[Array, "*shape D"], target: Any, target_params: Any) -> Float[Array, "*shape V"]:
-        """Logits through the drafter's own head or the target's, of the first `draft_vocab_size` token ids if that is set."""
-        some = slice(self.config.draft_vocab_size or None)
+    def head(self, params: Any, target: Any, target_params: Any) -> Float[Array, "V D"] | None:
+        """The rows of the drafter's own head or the target's that drafts are read from; None: the target only has `unembed`.
+
+        A decode loop takes them once, before it starts: XLA copies a cut of the head in every round otherwise.
+        """
         if self.config.own_head:
-            head_VD = params["lm_head"][...]
-        elif self.config.draft_vocab_size and hasattr(target, "head_kernel"):
-            head_VD = target.head_kernel(target_params)
-        else:
-            return target.unembed(target_params, hidden)[..., some]
-        return matmul(hidden, head_VD[some], self.config.dtype, transposed=True)
+            return params["lm_head"][...][: self.config.draft_vocab_size or None]
+        if hasattr(target, "head_kernel"):
+            return target.head_kernel(target_params)[: self.config.draft_vocab_size or None]
+        return None
+
+    def unembed(
+        self, hidden: Float[Array, "*shape D"], head_VD: Float[Array, "V D"] | None, target: Any, target_params: Any
+    ) -> Float[Array, "*shape V"]:
+        """Logits [..., V], or of the first `draft_vocab_size` ids, through what `head` gave."""
+        if head_VD is None:
+            return target.unembed(target_params, hidden)[..., : self.config.draft_vocab_size or None]
+        return matmul(hidden, head_VD, self.config.dtype, transposed=True)
 
 
 def abstract_drafter(config: DFlashConfig) -> DraftModel:

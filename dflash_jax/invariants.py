@@ -43,7 +43,8 @@ class Model:
         return self.drafter.forward(params, self.taps_BTM, self.anchors_BA, block, Execution())[0]
 
     def logits(self, params: Any) -> Any:
-        return self.drafter.unembed(params, self.hidden(params), self.target, self.target.params)
+        head_VD = self.drafter.head(params, self.target, self.target.params)
+        return self.drafter.unembed(self.hidden(params), head_VD, self.target, self.target.params)
 
 
 def one_pass_drafts_all() -> str | None:

@@ -298,7 +298,7 @@ def from_scratch(target, drafter=None, length=128):
         embed = partial(target.embed, target.params)
         block_11KD = drafter.embed_block(drafter.params, token[None, None], drafter.config.block_size, embed)
         hidden, _ = drafter.forward(drafter.params, taps_1TM, anchor[None, None], block_11KD, Execution())
-        return drafter.unembed(drafter.params, hidden[0, 0, 1:], target, target.params)
+        return drafter.unembed(hidden[0, 0, 1:], drafter.head(drafter.params, target, target.params), target, target.params)
 
     known = {}
 

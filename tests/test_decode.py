@@ -31,6 +31,11 @@ def advance(target, drafter, state, rounds=NO_LIMIT):
     return decode(target.params, params, state, jnp.int32(rounds), target=target, drafter=drafter)
 
 
+def draft_now(target, drafter, state):
+    head_VD = drafter.head(drafter.params, target, target.params)
+    return draft(target.params, drafter.params, head_VD, state, target, drafter, BLOCK)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Committing
 
@@ -146,10 +151,10 @@ def test_drafts_and_caches_after_rejections_equal_fresh_ones():
     target, drafter = dense_target(), dense_drafter()
     state, lengths = start(target, drafter, [random_prompt(3, 9)], DecodeConfig(14))
     _, from_scratch, _ = reference.from_scratch(target, drafter)
-    draft_now = jax.jit(lambda state: draft(target.params, drafter.params, state, target, drafter, BLOCK))
+    next_drafts = jax.jit(partial(draft_now, target, drafter))
     drafts = set()
     while not state.done_B.all():
-        drafted = draft_now(state)[0].tolist()
+        drafted = next_drafts(state)[0].tolist()
         assert drafted == from_scratch(state.tokens_BL[0, : int(state.length_B[0])].tolist())
         drafts.add(tuple(drafted))
         state = advance(target, drafter, state, 1)
@@ -172,7 +177,7 @@ def test_drafts_are_drawn_at_the_drafters_temperature(seed):
     options = DecodeConfig(14) if seed is None else DecodeConfig(14, temperature=0.7, seed=seed)
     state, _ = start(target, drafter, [random_prompt(3, 9), random_prompt(4, 6)], options)
     _, from_scratch, _ = reference.from_scratch(target, drafter)
-    drafted_BJ = jax.jit(lambda state: draft(target.params, drafter.params, state, target, drafter, BLOCK))(state)
+    drafted_BJ = jax.jit(partial(draft_now, target, drafter))(state)
     for row in range(2):
         text = state.tokens_BL[row, : int(state.length_B[row])].tolist()
         drawn = from_scratch(

@@ -147,13 +147,17 @@ def test_block_inputs():
     check(learned, table, learned.params["mask_embedding"][...])
 
 
+def logits(drafter, hidden, target, target_params):
+    return drafter.unembed(hidden, drafter.head(drafter.params, target, target_params), target, target_params)
+
+
 def test_head():
     hidden = normal(7, (2, BLOCK, HIDDEN))
     target, borrowed, own = dense_target(), dense_drafter(), dense_drafter(own_head=True)
-    lent = borrowed.unembed(borrowed.params, hidden, target, target.params)
+    lent = logits(borrowed, hidden, target, target.params)
     np.testing.assert_array_equal(lent, target.unembed(target.params, hidden))
     wanted = np.asarray(hidden, np.float64) @ np.asarray(own.params["lm_head"][...], np.float64).T
-    np.testing.assert_allclose(own.unembed(own.params, hidden, None, None), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits(own, hidden, None, None), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("own_head", [False, True])
@@ -163,10 +167,10 @@ def test_draft_vocabulary(own_head):
     target, whole = dense_target(), dense_drafter(own_head=own_head)
     cut = Drafter(dataclasses.replace(whole.config, draft_vocab_size=5), whole.params)
     no_head = types.SimpleNamespace(unembed=target.unembed)
-    wanted = whole.unembed(whole.params, hidden, target, target.params)[..., :5]
+    wanted = logits(whole, hidden, target, target.params)[..., :5]
     assert wanted.shape[-1] == 5
     for lender in (target, no_head):
-        np.testing.assert_allclose(cut.unembed(cut.params, hidden, lender, target.params), wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits(cut, hidden, lender, target.params), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match=f"draft_vocab_size is {VOCAB + 1}: give 0"):
         dataclasses.replace(whole.config, draft_vocab_size=VOCAB + 1)
 

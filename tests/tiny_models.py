@@ -160,7 +160,7 @@ class ScriptedDrafter(Drafter):
         tokens_BK = (script_BK + wrong_BK.astype(jnp.int32)) % self.config.vocab_size
         return jnp.zeros_like(block_BKD).at[..., 0].set(tokens_BK.astype(jnp.float32))
 
-    def unembed(self, params, hidden, target, target_params):
+    def unembed(self, hidden, head_VD, target, target_params):
         return 9.0 * jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), self.config.vocab_size)
 
 
