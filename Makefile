@@ -1,5 +1,6 @@
 # Each command does its own set-up in .venv-VERSION, so that the version cells live side by side. Choose a cell with
 # VERSION=3.11, or a Python with PYTHON=/path/to/python.
+# 3.12 comes first because it is the newest one that .ci/run tests.
 VERSION ?= 3.12 3.13 3.14 3.11
 ifndef PYTHON
 PYTHON := $(shell sh .ci/find-python $(VERSION))

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from dflash_jax.bench import bench
-from dflash_jax.cli import build_config, config_parser, run
+from dflash_jax.cli import INTERRUPTED, build_config, config_parser, run
 from dflash_jax.conversations import read_prompts
 from dflash_jax.errors import ConfigError
-from dflash_jax.hf import load_target
+from dflash_jax.hf import load_text_target
 from dflash_jax.invariants import check_invariants
 from dflash_jax.prompts import packaged_prompts
 from dflash_jax.regenerate import regenerate
@@ -34,10 +34,12 @@ def regenerate_command(argv: list[str]) -> int:
     if parsed.limit < 0 or parsed.batch_size < 1:
         raise ConfigError(f"--limit {parsed.limit} must be 0 or more and --batch_size {parsed.batch_size} at least 1")
     prompts = read_prompts(parsed.prompts) if parsed.prompts else packaged_prompts("train")
-    target = load_target(config.target.path, dtype=config.target.dtype)
-    if target.tokenizer is None:
-        raise ConfigError(f"target.path {config.target.path} has no tokenizer: add tokenizer.json to the folder")
-    written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size)
+    target = load_text_target(config.target.path, dtype=config.target.dtype)
+    try:
+        written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size)
+    except KeyboardInterrupt:
+        print(f"\nstopped; finished answers are in {out}, and the same command continues")
+        return INTERRUPTED
     print(f"{written} answers written to {out}")
     return 0
 

@@ -15,7 +15,7 @@ from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.generate import NO_LIMIT, AcceptanceStats, GenerationStats, check_prompts, finish, generate, pool, start
-from dflash_jax.hf import load_drafter, load_target
+from dflash_jax.hf import load_drafter, load_text_target
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.targets import DenseTarget
 
@@ -40,14 +40,13 @@ def bench(config: Config) -> int:
     prompts = _prompts(config)
     if config.drafter.path is None:
         raise ConfigError("drafter.path is not set: name the drafter to measure")
-    target = load_target(config.target.path, dtype="float32")
-    if target.tokenizer is None:
-        raise ConfigError(f"target.path {config.target.path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
+    target = load_text_target(config.target.path, dtype="float32")
     drafter = load_drafter(config.drafter.path, target, dtype="float32")
-    encoded = [target.tokenizer.encode_chat(first_messages(prompt)) for prompt in prompts]
-    for prompt, tokens in zip(prompts, encoded, strict=True):
+    encoded = []
+    for prompt in prompts:
         try:
-            check_prompts(target, [tokens])
+            encoded.append(target.tokenizer.encode_chat(first_messages(prompt)))
+            check_prompts(target, encoded[-1:])
         except PromptError as error:
             raise PromptError(f"prompt {prompt['id']}: it {str(error).removeprefix('prompt 0 ')}") from None
     rows, identical = _exactness(target, drafter, encoded, config)
@@ -56,11 +55,10 @@ def bench(config: Config) -> int:
         of_set = pool([row for row, prompt in zip(rows, prompts, strict=True) if prompt["set"] == name])
         print(f"{name}: acceptance length {of_set.acceptance_length:.3f} (pooled)")
     print(f"accepted per position: {' '.join(f'{share:.3f}' for share in stats.pooled.accepted_per_position)}")
-    stride = max(1, len(encoded) // max(config.bench.timed_prompts, 1))
-    speed = _speed(target, config, encoded[::stride][: config.bench.timed_prompts])
+    speed = _speed(target, config, [encoded[i] for i in timed_prompts([p["set"] for p in prompts], config.bench.timed_prompts)])
     result = {
-        "acceptance_length": round(stats.acceptance_length, 4),
-        "acceptance_length_macro": round(stats.acceptance_length_macro, 4),
+        "acceptance_length": round(stats.acceptance_length, 4) if stats.pooled.rounds else None,
+        "acceptance_length_macro": round(stats.acceptance_length_macro, 4) if stats.pooled.rounds else None,
         **speed,
         "identical": identical == len(prompts),
         "identical_prompts": identical,
@@ -86,6 +84,15 @@ def _prompts(config: Config) -> list[Prompt]:
         if not limit or taken[prompt["set"]] <= limit:
             kept.append(prompt)
     return kept
+
+
+def timed_prompts(sets: Sequence[str], count: int) -> list[int]:
+    """Indices of `count` prompts, as many of each set as there are, evenly spread within it."""
+    members = [[i for i, name in enumerate(sets) if name == wanted] for wanted in dict.fromkeys(sets)]
+    shares = [0] * len(members)
+    for _ in range(min(count, len(sets))):  # the set with the smallest share that has more
+        shares[min((share, k) for k, share in enumerate(shares) if share < len(members[k]))[1]] += 1
+    return sorted(m[j * len(m) // share] for m, share in zip(members, shares, strict=True) for j in range(share))
 
 
 def _exactness(

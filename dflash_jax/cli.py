@@ -25,8 +25,10 @@ class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]
         for file in _config_files(args):
             try:
                 yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError):
+            except OSError:
                 pass  # the parser says it well
+            except UnicodeDecodeError as error:
+                self.error(f"{file} is not UTF-8 text ({error}): save it as UTF-8")
             except yaml.YAMLError as error:
                 self.error(f"{file} is not YAML: {error}")
         return super().parse_args(args, *rest, **named)

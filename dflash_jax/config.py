@@ -6,7 +6,6 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -143,6 +142,12 @@ class DFlashConfig:
 
     def _check(self) -> None:
         ids, n = self.target_layer_ids, self.num_draft_layers
+        sizes = ("target_hidden_dim", "draft_hidden_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}: positions rotate pairs of dimensions, so give an even number")
         if n < 1:
             raise ConfigError(f"num_draft_layers is {n}: a drafter needs at least one layer")
         if self.block_size < 2:
@@ -174,8 +179,22 @@ class DFlashConfig:
             )
 
 
-def check_mask_token(config: DFlashConfig, target: TargetConfig) -> None:
-    """Refuse a mask token that the target uses for another purpose (stop or pad). Raises `ConfigError`."""
+def loss_decay_gamma(block_size: int) -> float:
+    """The paper's gamma for a block size (appendix: 4, 5, 7 for blocks of 8, 10, 16), on lines through these."""
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+
+
+def check_drafter_fits(config: DFlashConfig, target: TargetConfig) -> None:
+    """Refuse a drafter made for another target, or one whose mask token the target uses (stop or pad). Raises `ConfigError`."""
+    for name, drafter_has, target_has in (
+        ("target_hidden_dim", config.target_hidden_dim, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if drafter_has != target_has:
+            raise ConfigError(
+                f"the drafter's {name} is {drafter_has}, but the target has {target_has}: load the target it was trained for"
+            )
     mask = config.mask_token_id
     if mask is not None and (mask in target.stop_token_ids or mask == target.pad_token_id):
         raise ConfigError(
@@ -214,10 +233,11 @@ class DrafterSource:
     """an unused token id of the target; required unless learned_mask_embedding"""
     learned_mask_embedding: bool = False
     """learn the mask slots' embedding; only our own decoder loads such a drafter"""
-    loss_decay_gamma: float = 4.0
-    """slot weight decay: 7, 5, 4 for blocks of 16, 10, 8"""
+    loss_decay_gamma: float | None = None
+    """slot weight decay; None takes the paper's for the block size (7, 5, 4 for 16, 10, 8)"""
     draft_vocab_size: int = 0
-    """draft only token ids below this; 0 drafts all. A third of the vocabulary makes drafting on CPUs much cheaper"""
+    """draft only token ids below this; 0 drafts all. On CPUs, where the head is much of a draft, a third of the
+    vocabulary makes decoding a little faster; training does not know of it"""
     draft_hidden_dim: int = 0
     """another width than the target's needs own_embedding and own_head"""
     mlp_dim: int = 0
@@ -266,7 +286,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     accumulation: int = 1
-    """micro-batches a step; raise it when a batch does not fit the memory (the result does not change)"""
+    """micro-batches a step, for batches that do not fit the memory: the same result, but for dropout and vocab_sample"""
 
 
 @dataclass(frozen=True)
@@ -321,7 +341,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Decoding defaults of serve.py, regenerate and bench."""
+    """Decoding by serve.py and regenerate; bench takes block_size from here and decodes greedily."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -365,15 +385,6 @@ class Config:
 def to_json(config: Any) -> str:
     """A config dataclass as indented JSON."""
     return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=False) + "\n"
-
-
-def rope_attention_factor(rope: RopeConfig) -> float:
-    """What multiplies cos and sin: 1 except for yarn (arXiv 2309.00071, section 3.4)."""
-    if rope.type != "yarn":
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

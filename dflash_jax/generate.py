@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DecodeConfig, check_mask_token
+from dflash_jax.config import DecodeConfig, check_drafter_fits
 from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
@@ -118,7 +118,8 @@ def stream(
     while True:
         length, done = int(state.length_B[0]), bool(state.done_B[0])
         if length > sent:
-            yield np.asarray(state.tokens_BL[0, sent:length]).tolist()
+            # the whole row: a slice on the device would be compiled for every length of a piece
+            yield jax.device_get(state.tokens_BL)[0, sent:length].tolist()
         if done:
             break
         sent = length
@@ -216,29 +217,22 @@ def _check_block_size(target: Target, drafter: Drafter | None, block_size: int |
     size = trained if block_size is None else block_size
     if not 2 <= size <= trained:
         raise ConfigError(f"block_size is {size}: this drafter was trained for blocks of 2..{trained} slots")
-    check_drafter_fits(target, drafter)
+    check_drafter_fits(drafter.config, target.config)
     return size
 
 
-def check_drafter_fits(target: Target, drafter: Drafter) -> None:
-    """Refuse a drafter that was made for another target. Raises `ConfigError`."""
-    d, t = drafter.config, target.config
-    for name, ours, theirs in (
-        ("target_hidden_dim", d.target_hidden_dim, t.hidden_size),
-        ("vocab_size", d.vocab_size, t.vocab_size),
-        ("num_target_layers", d.num_target_layers, t.num_layers),
-    ):
-        if ours != theirs:
-            raise ConfigError(f"the drafter's {name} is {ours} but the target has {theirs}: load the drafter made for this target")
-    check_mask_token(d, t)
-
-
-def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> list[int]:
+def check_prompts(target: Target, prompts: Sequence[Any]) -> list[int]:
     """The prompts' lengths. Raises `PromptError` for one that cannot be decoded."""
-    if not prompts:
+    if len(prompts) == 0:
         raise PromptError("there is no prompt: give at least one list of token ids")
     vocab, longest = target.config.vocab_size, target.config.max_position - 1
     for row, prompt in enumerate(prompts):
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists within lists
+            ids = np.zeros((0, 0))
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise PromptError(f"prompt {row} is not a list of token ids: give what target.tokenizer.encode_chat returns")
         if len(prompt) == 0:
             raise PromptError(f"prompt {row} is empty: give at least one token id")
         if len(prompt) > longest:

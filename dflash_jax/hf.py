@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dflash_jax.config import DFlashConfig, Dtype, TargetConfig, check_mask_token, read_json
+from dflash_jax.config import Dtype, TargetConfig, check_drafter_fits, read_json
 from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.gguf import embedded_model_path, read_gguf
@@ -75,6 +75,14 @@ def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = N
     return DenseTarget(config, params, tokenizer)
 
 
+def load_text_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> DenseTarget:
+    """`load_target` for those who need text: raises `ConfigError` when there is no tokenizer."""
+    target = load_target(path, dtype, mesh)
+    if target.tokenizer is None:
+        raise ConfigError(f"target.path {path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
+    return target
+
+
 def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> Drafter:
     """A drafter from a folder or hub id in z-lab's layout, in the old schema or the new one, checked against its target.
 
@@ -82,9 +90,9 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
         target: the model it drafts for.
         dtype: what parameters are stored in and products computed in; None follows the target.
     Raises:
-        CheckpointError: missing or damaged files, a field or tensor that is missing or unknown, a drafter for another target, or
-            one with parts that we do not have (DFlash 2, DSpark).
-        ConfigError: config.json is missing or broken, or the mask token is one that the target uses.
+        CheckpointError: missing or damaged files, a field or tensor that is missing or unknown, or a drafter with parts that we do
+            not have (DFlash 2, DSpark).
+        ConfigError: config.json is missing or broken, the drafter is for another target, or the target uses its mask token.
     """
     operand_dtype = check_dtype(target.config.dtype if dtype is None else dtype)
     folder = model_folder(path)
@@ -96,7 +104,10 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
         config = dataclasses.replace(config_from_json(values, where), dtype=operand_dtype)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    _check_target(config, target, where)
+    try:
+        check_drafter_fits(config, target.config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     tensors = safetensors_tensors(folder)
     refuse_relatives([tensor.name for tensor in tensors], str(folder))
     # Some exporters keep the class's prefix.
@@ -181,24 +192,6 @@ def _check_special_ids(config: TargetConfig, source: str) -> None:
         raise CheckpointError(
             f"{source}: stop token ids {bad} are outside the {config.vocab_size} embedding rows: correct eos_token_id"
         )
-
-
-def _check_target(config: DFlashConfig, target: Target, where: str) -> None:
-    pairs = (
-        ("hidden size", config.target_hidden_dim, target.config.hidden_size),
-        ("vocabulary", config.vocab_size, target.config.vocab_size),
-        ("number of layers", config.num_target_layers, target.config.num_layers),
-    )
-    for what, drafter_has, target_has in pairs:
-        if drafter_has != target_has:
-            raise CheckpointError(
-                f"{where}: the drafter is made for a target with {what} {drafter_has}, but this target has {target_has}: "
-                "load the target it was trained for"
-            )
-    try:
-        check_mask_token(config, target.config)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 def _file_name(name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import RopeConfig, rope_attention_factor
+from dflash_jax.config import RopeConfig
 
 Initializer = Any
 
@@ -159,6 +159,15 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         ramp = np.clip((np.arange(rotated // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         base = ramp * base / rope.factor + (1 - ramp) * base
     return base.astype(np.float32)
+
+
+def rope_attention_factor(rope: RopeConfig) -> float:
+    """What multiplies cos and sin: 1 except for yarn (arXiv 2309.00071, section 3.4)."""
+    if rope.type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Int[Array, "..."]) -> tuple[Array, Array]:

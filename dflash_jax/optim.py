@@ -31,6 +31,12 @@ def optimizer(config: OptimConfig, steps: int, tap_sizes_M: Float[Array, " M"] |
         raise ConfigError(f"optim.warmup_ratio is {config.warmup_ratio}: it must lie in [0, 1)")
     if not config.clip_norm > 0:
         raise ConfigError(f"optim.clip_norm is {config.clip_norm}: it must be positive")
+    for name, value in (("beta1", config.beta1), ("beta2", config.beta2)):
+        if not 0 <= value < 1:
+            raise ConfigError(f"optim.{name} is {value}: it must lie in [0, 1)")
+    for name, value in (("weight_decay", config.weight_decay), ("final_learning_rate", config.final_learning_rate)):
+        if not value >= 0:
+            raise ConfigError(f"optim.{name} is {value}: it must not be negative")
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule(config, steps), b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import read_jsonl
 from dflash_jax.decode import DecodeState, decode, prefill_lengths
-from dflash_jax.errors import ConfigError, DataError
+from dflash_jax.errors import ConfigError, DataError, PromptError
 from dflash_jax.generate import start
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
@@ -40,7 +40,11 @@ def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, confi
     twice = next((name for name, count in Counter(prompt["id"] for prompt in prompts).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"two prompts are called {twice}: give each its own id, or a finished one could hide the other")
-    done = _finished_ids(out)
+    done = _finished(out)
+    for prompt in prompts:
+        first = [*_Conversation(prompt).messages, {"role": "user", "content": prompt["turns"][0]}]
+        if prompt["id"] in done and done[prompt["id"]][: len(first)] != first:
+            raise DataError(f"{out}: its answer to {prompt['id']} is to another prompt of that id: give another output file")
     waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
     room = target.config.max_position - config.max_new_tokens
     if room < 1:
@@ -86,7 +90,10 @@ class _Conversation:
     def encode(self, target: Target) -> int:
         """Append the next user turn and encode; returns the length in tokens."""
         self.messages.append({"role": "user", "content": self.turns.pop(0)})
-        self.tokens = target.tokenizer.encode_chat(self.messages)
+        try:
+            self.tokens = target.tokenizer.encode_chat(self.messages)
+        except PromptError as error:
+            raise PromptError(f"prompt {self.prompt['id']}: {error}") from None
         return len(self.tokens)
 
     def seed(self, run_seed: int) -> int:
@@ -153,22 +160,22 @@ def _put_rows(state: DecodeState, fresh: DecodeState, places_R: jax.Array) -> De
     return jax.tree.map(lambda x, y: x.at[places_R].set(y), old, new)._replace(stops_S=state.stops_S)
 
 
-def _finished_ids(out: Path) -> set[str]:
-    """Ids of the answered prompts. A last line without its newline is what a kill left behind, and is removed, but only when it
-    begins as our lines do: the file of somebody else is left as it is."""
+def _finished(out: Path) -> dict[str, list[dict[str, str]]]:
+    """Messages of the answered prompts by id. A last line without its newline is what a kill left behind, and is removed, but only
+    when it begins as our lines do: the file of somebody else is left as it is."""
     if not out.exists() or out.stat().st_size == 0:
-        return set()
+        return {}
     content = out.read_bytes()
     whole = content.rfind(b"\n") + 1
-    ids = set()
+    done = {}
     for number, row in read_jsonl(out, whole) if whole else ():
         if not isinstance(row.get("id"), str) or "messages" not in row:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
-        ids.add(row["id"])
+        done[row["id"]] = row["messages"]
     cut = content[whole:]
     if not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
         raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
     if cut:
         with open(out, "rb+") as file:
             file.truncate(whole)
-    return ids
+    return done

@@ -52,7 +52,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text. Nothing is added around it; special tokens written out in the text become their ids."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        try:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        except (TypeError, UnicodeEncodeError):
+            raise PromptError("the text holds half a character (a lone surrogate, such as \\ud800): repair it") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that form no character come out as U+FFFD."""

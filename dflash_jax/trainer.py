@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,13 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, DFlashConfig, TargetConfig, check_mask_token, to_json
+from dflash_jax.config import Config, DFlashConfig, TargetConfig, check_drafter_fits, loss_decay_gamma, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError
-from dflash_jax.generate import check_drafter_fits, check_prompts, generate
-from dflash_jax.hf import load_drafter, load_target, save_drafter
+from dflash_jax.generate import check_prompts, generate
+from dflash_jax.hf import load_drafter, load_text_target, save_drafter
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.optim import optimizer, schedule
 from dflash_jax.prompts import Prompt, packaged_prompts
@@ -42,7 +45,7 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         draft_hidden_dim=d.draft_hidden_dim or target.hidden_size,
         vocab_size=target.vocab_size,
         num_target_layers=target.num_layers,
-        loss_decay_gamma=d.loss_decay_gamma,
+        loss_decay_gamma=loss_decay_gamma(d.block_size) if d.loss_decay_gamma is None else d.loss_decay_gamma,
         draft_vocab_size=d.draft_vocab_size,
         num_heads=d.num_heads or target.num_heads,
         num_kv_heads=d.num_kv_heads or target.num_kv_heads,
@@ -63,7 +66,7 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         dropout=d.dropout,
         dtype=d.dtype,
     )
-    check_mask_token(made, target)
+    check_drafter_fits(made, target)
     return made
 
 
@@ -75,11 +78,7 @@ def fit(config: Config) -> int:
     _check_counts(config)
     run_dir = Path(config.train.run_dir)
     mesh = make_mesh(config.mesh)
-    target = load_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
-    if target.tokenizer is None:
-        raise ConfigError(
-            f"target.path {config.target.path} has no tokenizer: training reads text, so add tokenizer.json to the folder"
-        )
+    target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     if not config.data.train:
         raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
     dataset = ConversationDataset(
@@ -127,8 +126,9 @@ def fit(config: Config) -> int:
 
 
 def _check_counts(config: Config) -> None:
-    least = {"train.steps": 0, "train.eval_every": 0, "data.num_epochs": 1, "data.heldout_prompts": 1}
-    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep", "eval_max_new_tokens")
+    least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.seed": 0}
+    least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0}
+    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep")
     for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
         section, field = name.split(".")
         value = getattr(getattr(config, section), field)
@@ -146,7 +146,6 @@ def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDat
     if config.drafter.path is None:
         raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
     loaded = load_drafter(config.drafter.path, target, dtype="float32")
-    check_drafter_fits(target, loaded)
     return Drafter(dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout), loaded.params)
 
 
@@ -164,6 +163,30 @@ def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> d
     parts["optim"] = dataclasses.asdict(config.optim)
     flat = {f"{section}.{name}": value for section, values in parts.items() for name, value in values.items()}
     return json.loads(json.dumps(flat | {"steps": steps, "data": data}))  # type: ignore[no-any-return]
+
+
+class _CtrlC:
+    """Ctrl-C as a flag that is read between steps: within one, the old state is already donated and the new one not yet ours.
+
+    A second Ctrl-C ends the process at once. Where Ctrl-C is ignored, or in another thread than the main one, nothing changes.
+    """
+
+    def __enter__(self) -> "_CtrlC":
+        self.pressed = False
+        self._before = signal.getsignal(signal.SIGINT)
+        self._ours = threading.current_thread() is threading.main_thread() and self._before is not signal.SIG_IGN
+        if self._ours:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def _press(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before)
+        print("\nsaving after this step; Ctrl-C again to stop at once", file=sys.stderr)
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, self._before)
 
 
 class _Loop:
@@ -214,39 +237,41 @@ class _Loop:
         window: list[dict[str, Any]] = []
         position = self.iterator.get_state()
         with (
+            _CtrlC() as ctrl_c,
             MetricsWriter(self.run_dir, train.tensorboard, step) as writer,
             tqdm(total=self.steps, initial=step, unit="step") as bar,
         ):
-            try:
-                while step < self.steps:
-                    started = time.perf_counter()
-                    raw = next(self.iterator)
-                    batch = place_batch(raw, self.mesh)
-                    next_state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
-                    state, position, step = next_state, self.iterator.get_state(), step + 1
-                    if pending is not None:
-                        window.append(self._read(*pending))
-                    pending = (step, metrics, {"tokens": int(raw["length_B"].sum()), "started": started})
-                    bar.update()
-                    due = step == self.steps
-                    if due or step % train.log_every == 0:
+            while step < self.steps and not ctrl_c.pressed:
+                started = time.perf_counter()
+                raw = next(self.iterator)
+                batch = place_batch(raw, self.mesh)
+                state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
+                position, step = self.iterator.get_state(), step + 1
+                if pending is not None:
+                    window.append(self._read(*pending))
+                pending = (step, metrics, {"tokens": int(raw["length_B"].sum()), "started": started})
+                bar.update()
+                due = step == self.steps
+                if due or step % train.log_every == 0:
+                    window.append(self._read(*pending))
+                    pending = None
+                    line = summarise(window)
+                    line |= {"step": step, "learning_rate": float(self.learning_rate(step - 1))}
+                    writer.write(step, line)
+                    bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
+                    window = []
+                if self.heldout and (due or step % train.eval_every == 0):
+                    decoded = self._decode(state)
+                    writer.write(step, {"step": step} | decoded)
+                    bar.write(
+                        f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} (pooled) on held-out prompts"
+                    )
+                if due or step % train.save_every == 0:
+                    if pending is not None:  # never save a state whose loss has not been seen to be finite
                         window.append(self._read(*pending))
                         pending = None
-                        line = summarise(window)
-                        line |= {"step": step, "learning_rate": float(self.learning_rate(step - 1))}
-                        writer.write(step, line)
-                        bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
-                        window = []
-                    if self.heldout and (due or step % train.eval_every == 0):
-                        decoded = self._decode(state)
-                        writer.write(step, {"step": step} | decoded)
-                        bar.write(f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} on held-out prompts")
-                    if due or step % train.save_every == 0:
-                        if pending is not None:  # never save a state whose loss has not been seen to be finite
-                            window.append(self._read(*pending))
-                            pending = None
-                        self.checkpoints.save(state, position, self.identity, self.merged_config)
-            except KeyboardInterrupt:
+                    self.checkpoints.save(state, position, self.identity, self.merged_config)
+            if step < self.steps:
                 if pending is not None:
                     self._read(*pending)
                 self.checkpoints.save(state, position, self.identity, self.merged_config)

@@ -24,17 +24,7 @@ def eight_devices():
     assert len(jax.devices()) >= 8, f"{len(jax.devices())} devices: XLA_FLAGS={os.environ['XLA_FLAGS']!r} was read too late"
 
 
-def pytest_ignore_collect(collection_path):
-    """Files named test_oracle_*.py import torch at their top."""
-    if MISSING_ORACLES and collection_path.name.startswith("test_oracle_"):
-        return True
-    return None
-
-
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if item.path.name.startswith("test_oracle_"):
-            item.add_marker("oracle")
     if MISSING_ORACLES:
         dropped = [item for item in items if item.get_closest_marker("oracle")]
         config.hook.pytest_deselected(items=dropped)

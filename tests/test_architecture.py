@@ -196,5 +196,7 @@ def test_preset(path):
     from dflash_jax.config import Config
 
     text = path.read_text(encoding="utf-8")
-    assert text.startswith("#"), "the first line is a comment: command, cost, result"
+    comment = text[: text.index("\ntarget:")]
+    assert all(line.startswith("#") for line in comment.splitlines()), "a preset starts with a comment"
+    assert all(word in comment for word in ("dflash_jax regenerate", "Cost:", "Result")), "the comment has command, cost, result"
     assert isinstance(parse_config(["--config", str(path)]), Config)

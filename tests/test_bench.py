@@ -121,6 +121,19 @@ def test_a_text_that_differs_is_reported(config, capsys, monkeypatch):
     assert result["identical_prompts"] == 2
 
 
+@pytest.mark.parametrize(
+    ("sets", "count", "wanted"),
+    [
+        ("hchchcccccccccc", 6, [0, 2, 4, 1, 7, 11]),
+        ("hcccc", 4, [0, 1, 2, 3]),
+        ("hc", 9, [0, 1]),
+        ("cccc", 2, [0, 2]),
+    ],
+)
+def test_timed_prompts_are_as_many_of_each_set(sets, count, wanted):
+    assert module.timed_prompts(sets, count) == sorted(wanted)
+
+
 def test_limit_counts_a_set(config):
     def kept(limit):
         return [

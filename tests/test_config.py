@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny_models import DRAFTER, TARGET
 
-from dflash_jax.config import check_mask_token, default_target_layer_ids
+from dflash_jax.config import check_drafter_fits, default_target_layer_ids
 from dflash_jax.errors import ConfigError
 
 
@@ -40,6 +40,9 @@ def test_taps_that_do_not_fit(layers, taps):
         ({"target_layer_ids": (0, 2)}, r"target_layer_ids \[0, 2\] must lie in 0\.\.1"),
         ({"sliding_window": (4,)}, "one entry for each of the 2 draft layers"),
         ({"causal": (True,)}, "one entry for each of the 2 draft layers"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0: it must be at least 1"),
+        ({"mlp_dim": -4}, "mlp_dim is -4: it must be at least 1"),
+        ({"head_dim": 7}, "head_dim is 7: positions rotate pairs of dimensions"),
         ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"loss_decay_gamma": 0.0}, r"loss_decay_gamma is 0\.0: it must be positive"),
         ({"dropout": 1.0}, r"dropout is 1\.0: it must lie in \[0, 1\)"),
@@ -57,6 +60,6 @@ def test_refused_drafters(changes, message):
 
 @pytest.mark.parametrize("use", [{"stop_token_ids": (3, 60)}, {"pad_token_id": 60}])
 def test_a_mask_token_with_another_use(use):
-    check_mask_token(DRAFTER, TARGET)
+    check_drafter_fits(DRAFTER, TARGET)
     with pytest.raises(ConfigError, match="mask_token_id 60 is a stop or pad token of the target"):
-        check_mask_token(DRAFTER, dataclasses.replace(TARGET, **use))
+        check_drafter_fits(DRAFTER, dataclasses.replace(TARGET, **use))

@@ -26,7 +26,7 @@ from dflash_jax.config import DecodeConfig
 from dflash_jax.decode import decode, prefill
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
-from dflash_jax.generate import generate, start, stream
+from dflash_jax.generate import check_prompts, generate, start, stream
 
 NO_STOP = ()
 
@@ -353,9 +353,13 @@ BAD = {
     "top_p": (lambda: {"top_p": 0.0}, ConfigError, "top_p is 0.0"),
     "min_p": (lambda: {"min_p": 1.0}, ConfigError, "min_p is 1.0"),
     "seed": (lambda: {"seed": -1}, ConfigError, "seed is -1"),
-    "width": (lambda: {"drafter": other(target_hidden_dim=8, draft_hidden_dim=8)}, ConfigError, "target_hidden_dim is 8 but .* 16"),
-    "vocabulary": (lambda: {"drafter": other(vocab_size=62)}, ConfigError, "vocab_size is 62 but the target has 61"),
-    "depth": (lambda: {"drafter": other(num_target_layers=4)}, ConfigError, "num_target_layers is 4 but the target has 2"),
+    "width": (
+        lambda: {"drafter": other(target_hidden_dim=8, draft_hidden_dim=8)},
+        ConfigError,
+        "target_hidden_dim is 8, but",
+    ),
+    "vocabulary": (lambda: {"drafter": other(vocab_size=62)}, ConfigError, "vocab_size is 62, but the target has 61"),
+    "depth": (lambda: {"drafter": other(num_target_layers=4)}, ConfigError, "num_target_layers is 4, but the target has 2"),
     "mask stops": (
         lambda: {"target": table_target(stop_token_ids=(MASK,))},
         ConfigError,
@@ -373,6 +377,12 @@ def test_bad_input_is_refused_by_name(name):
     with pytest.raises(error, match=message):
         generate(**(good | changes()))
     assert prefill._cache_size() == before, "refused before anything ran"
+
+
+@pytest.mark.parametrize("prompts", ["hello", ["hello"], [1, 2, 3], [[1.5, 2]], [[[1, 2], [3]]], [[True]]], ids=str)
+def test_what_is_no_token_ids_is_refused(prompts):
+    with pytest.raises(PromptError, match="prompt 0 is not a list of token ids"):
+        check_prompts(table_target(), prompts)
 
 
 def test_unknown_verify_rule_is_refused():

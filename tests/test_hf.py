@@ -141,9 +141,6 @@ def test_prefixed_names(folder, target):
 
 
 REFUSED = {
-    "other target width": ({"hidden_size": 16}, "a target with hidden size 16, but this target has 32"),
-    "other vocabulary": ({"vocab_size": 64}, "a target with vocabulary 64, but this target has 61"),
-    "other depth": ({"num_target_layers": 5}, "a target with number of layers 5, but this target has 6"),
     "no depth": ({"without": ("num_target_layers",)}, "lacks 'num_target_layers'"),
     "no taps": ({"nested_without": ("target_layer_ids",)}, "target_layer_ids in dflash_config is None: add the layers"),
     "no block size": ({"without": ("block_size",), "nested_without": ("block_size",)}, "lacks block_size"),
@@ -178,6 +175,9 @@ def test_is_refused(folder, target, changes, message):
 
 
 BAD_VALUES = {
+    "other target width": ({"hidden_size": 16}, "target_hidden_dim is 16, but the target has 32"),
+    "other vocabulary": ({"vocab_size": 64}, "vocab_size is 64, but the target has 61"),
+    "other depth": ({"num_target_layers": 5}, "num_target_layers is 5, but the target has 6"),
     "no mask": ({"nested_without": ("mask_token_id",)}, "mask_token_id is missing"),
     "mask outside": ({"nested": {"mask_token_id": VOCAB}}, "mask_token_id 61 is outside the 61 embedding rows"),
     "mask is a stop token": ({"nested": {"mask_token_id": 2}}, "mask_token_id 2 is a stop or pad token"),

@@ -32,6 +32,17 @@ def test_a_drafter_without_positions_fails(monkeypatch, capsys):
     assert second.startswith("FAILED: different slots of a block can draft different tokens")
 
 
+def test_a_drafter_of_one_slot_a_pass_fails(monkeypatch):
+    propose = drafter.Drafter.propose
+
+    def slot_by_slot(self, params, block_BKD, positions_BK, cache):
+        whole = [propose(self, params, block_BKD, positions_BK, cache) for _ in range(block_BKD.shape[1] - 1)]
+        return whole[0]
+
+    monkeypatch.setattr(drafter.Drafter, "propose", slot_by_slot)
+    assert invariants.one_pass_drafts_all() == "7 passes drafted (1, 7), not (1, 7)"
+
+
 def test_features_fused_twice_fail(monkeypatch):
     context = drafter.DraftModel.context
 

@@ -74,6 +74,9 @@ def test_gradients_are_clipped_by_their_global_norm():
         ({"warmup_ratio": 1.0}, r"optim\.warmup_ratio is 1\.0: it must lie in \[0, 1\)"),
         ({"warmup_ratio": -0.1}, r"optim\.warmup_ratio is -0\.1"),
         ({"clip_norm": 0.0}, r"optim\.clip_norm is 0\.0: it must be positive"),
+        ({"beta2": 1.0}, r"optim\.beta2 is 1\.0: it must lie in \[0, 1\)"),
+        ({"weight_decay": -1.0}, r"optim\.weight_decay is -1\.0: it must not be negative"),
+        ({"final_learning_rate": -1.0}, r"optim\.final_learning_rate is -1\.0"),
     ],
 )
 def test_refused_settings(change, message):

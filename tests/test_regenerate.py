@@ -8,7 +8,7 @@ from tiny_run import tiny_target, user
 
 from dflash_jax.config import DecodeConfig
 from dflash_jax.data import tokenize_conversation
-from dflash_jax.errors import DataError
+from dflash_jax.errors import DataError, PromptError
 from dflash_jax.generate import generate
 from dflash_jax.regenerate import regenerate
 from dflash_jax.targets import DenseTarget
@@ -45,6 +45,21 @@ def answers(target, tmp_path_factory):
     path = tmp_path_factory.mktemp("answers") / "deep" / "out.jsonl"
     assert regenerate(target, prompts(*TEXTS), path, GREEDY, batch_size=4) == 6
     return path
+
+
+def test_an_edited_prompt_file_is_refused(target, answers):
+    """Prompts are known by id, so an id that now asks something else would otherwise keep the old answer."""
+    before = answers.read_bytes()
+    edited = prompts(*TEXTS)
+    edited[4]["turns"] = ["another question"]
+    with pytest.raises(DataError, match="its answer to p4 is to another prompt of that id: give another output file"):
+        regenerate(target, edited, answers, GREEDY, batch_size=4)
+    assert answers.read_bytes() == before
+
+
+def test_half_a_character_is_refused_by_prompt(target, tmp_path):
+    with pytest.raises(PromptError, match="prompt p1: the text holds half a character"):
+        regenerate(target, prompts("a", "b \ud800"), tmp_path / "out.jsonl", GREEDY, batch_size=4)
 
 
 def test_answers_are_generates(target, answers):
