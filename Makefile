@@ -16,10 +16,11 @@ TEST_SETUP := $(VENV)/.installed $(if $(ORACLE),$(VENV)/.oracle)
 # Two workers: small models spend their time compiling, which uses one core each.
 PYTEST_ARGS ?= -n 2
 
+# Prompts whose bfloat16 answers had no near-tie where we tried, and that suit the drafter: bench has the averages.
 DEMO_PROMPTS := \
-	--prompt "Explain in three sentences why the sky is blue." \
-	--prompt "Write a Python function that returns the n-th Fibonacci number." \
-	--prompt "Give me a simple recipe for pancakes."
+	--prompt "Write a Python function that checks whether a string is a palindrome." \
+	--prompt "List five tips for learning a new language." \
+	--prompt "Write a Python function that sorts a list of numbers."
 
 .PHONY: help install demo demo-train test lint clean
 

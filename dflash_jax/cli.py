@@ -31,7 +31,10 @@ class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]
                 self.error(f"{file} is not UTF-8 text ({error}): save it as UTF-8")
             except yaml.YAMLError as error:
                 self.error(f"{file} is not YAML: {error}")
-        return super().parse_args(args, *rest, **named)
+        try:
+            return super().parse_args(args, *rest, **named)
+        except TypeError as error:  # a section that holds a number or a list
+            self.error(f"a section of the config holds no fields ({error})")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         print(f"error: {message}\n{self.prog} --help explains every option", file=sys.stderr)

@@ -393,7 +393,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give a folder that holds it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch the file again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not a JSON object: fetch the file again")

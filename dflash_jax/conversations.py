@@ -29,6 +29,8 @@ def read_jsonl(path: str | Path, size: int | None = None) -> Iterator[tuple[int,
                 if not line.strip():
                     continue
                 value = json.loads(line.decode("utf-8-sig"))
+                if b"\\ud" in line.lower():  # halves of characters pass as JSON, not as text
+                    json.dumps(value, ensure_ascii=False).encode()
                 if not isinstance(value, dict):
                     raise DataError(
                         f"{path}:{number}: the line holds a {type(value).__name__}, not an object: write one {{...}} a line"
@@ -37,7 +39,7 @@ def read_jsonl(path: str | Path, size: int | None = None) -> Iterator[tuple[int,
                 yield number, value
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give the path of a JSONL file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also half a character, a number of thousands of digits, endless nesting
         raise DataError(f"{path}:{number}: not valid JSON ({error}): mend or delete the line") from None
     if not found:
         raise DataError(f"{path} holds no lines: give a JSONL file with one object a line")
@@ -68,11 +70,15 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
                 raise DataError(f"{where}: a prompt needs at least one user turn, each a text that is not empty")
             stem = Path(path).stem
-            prompt = Prompt(id=str(row.get("id", f"{stem}:{number}")), set=str(row.get("set", stem)), turns=turns)
+            prompt = Prompt(id=_name(row.get("id"), f"{stem}:{number}"), set=_name(row.get("set"), stem), turns=turns)
             if system is not None:
                 prompt["system"] = system
             prompts.append(prompt)
     return prompts
+
+
+def _name(given: Any, otherwise: str) -> str:
+    return otherwise if given is None else str(given)
 
 
 def first_messages(prompt: Prompt) -> list[dict[str, str]]:

@@ -152,6 +152,10 @@ class ConversationDataset:
             tokens, mask = tokenize_conversation(tokenizer, messages, row.get("finish_reason"), answer)
         except DFlashError as error:
             raise DataError(f"{where}: {error}") from None
+        if tokens.max(initial=0) >= self.vocab_size:
+            raise DataError(
+                f"{where}: the token id {tokens.max()} has no embedding, ids lie in 0..{self.vocab_size - 1}: wrong tokenizer?"
+            )
         if len(tokens) > self.config.max_length:
             self.report["cut"] += 1
             tokens, mask = tokens[: self.config.max_length], mask[: self.config.max_length]

@@ -140,6 +140,9 @@ def start(
     `seeds`: each prompt's own, instead of `options.seed` + row.
     """
     max_new_tokens, temperature = options.max_new_tokens, options.temperature
+    for name, number in (("max_new_tokens", max_new_tokens), ("block_size", options.block_size or 0)):
+        if not isinstance(number, (int, np.integer)):
+            raise ConfigError(f"{name} is {number!r}: give a whole number")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
     block_size = _check_block_size(target, drafter, options.block_size)

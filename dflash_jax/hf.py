@@ -99,7 +99,9 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
     where = str(folder / "config.json")
     values = read_json(where)
     nested = values.get("dflash_config")
-    refuse_relatives([*(values.get("architectures") or ()), *values, *(nested if isinstance(nested, dict) else ())], where)
+    named = values.get("architectures")
+    architectures = [str(name) for name in named] if isinstance(named, list) else []
+    refuse_relatives([*architectures, *values, *(nested if isinstance(nested, dict) else ())], where)
     try:
         config = dataclasses.replace(config_from_json(values, where), dtype=operand_dtype)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from dflash_jax.conversations import read_jsonl
 from dflash_jax.decode import DecodeState, decode, prefill_lengths
 from dflash_jax.errors import ConfigError, DataError, PromptError
 from dflash_jax.generate import start
+from dflash_jax.lock import only_process
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
 
@@ -40,20 +42,26 @@ def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, confi
     twice = next((name for name, count in Counter(prompt["id"] for prompt in prompts).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"two prompts are called {twice}: give each its own id, or a finished one could hide the other")
-    done = _finished(out)
-    for prompt in prompts:
-        first = [*_Conversation(prompt).messages, {"role": "user", "content": prompt["turns"][0]}]
-        if prompt["id"] in done and done[prompt["id"]][: len(first)] != first:
-            raise DataError(f"{out}: its answer to {prompt['id']} is to another prompt of that id: give another output file")
-    waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
     room = target.config.max_position - config.max_new_tokens
     if room < 1:
         raise ConfigError(
             f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the target's context of "
             f"{target.config.max_position} tokens: lower it"
         )
-    too_long, written = 0, 0
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()
+    with only_process(out):
+        return _regenerate(target, prompts, out, config, batch_size, room)
+
+
+def _regenerate(target: Target, prompts: Sequence[Prompt], out: Path, config: DecodeConfig, batch_size: int, room: int) -> int:
+    done = _finished(out)
+    for prompt in prompts:
+        first = [*_Conversation(prompt).messages, {"role": "user", "content": prompt["turns"][0]}]
+        if prompt["id"] in done and done[prompt["id"]][: len(first)] != first:
+            raise DataError(f"{out}: its answer to {prompt['id']} is to another prompt of that id: give another output file")
+    waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
+    too_long, written = 0, 0
     with (
         open(out, "a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=len(prompts) - len(waiting), unit="prompt") as bar,
@@ -173,6 +181,13 @@ def _finished(out: Path) -> dict[str, list[dict[str, str]]]:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
         done[row["id"]] = row["messages"]
     cut = content[whole:]
+    with contextlib.suppress(ValueError, RecursionError):  # a whole object only lacks its newline: nothing is deleted
+        row = json.loads(cut)
+        if not isinstance(row.get("id"), str) or "messages" not in row:
+            raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
+        with open(out, "ab") as file:
+            file.write(b"\n")
+        return done | {row["id"]: row["messages"]}
     if not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
         raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
     if cut:

@@ -80,7 +80,7 @@ class Tokenizer:
                 self._template = _environment().from_string(self.chat_template)
             names = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
             return str(self._template.render(self.special_tokens | names))
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template refuses this conversation ({error}): check its roles and contents") from None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError
 from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_drafter, load_text_target, save_drafter
+from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.optim import optimizer, schedule
 from dflash_jax.prompts import Prompt, packaged_prompts
@@ -76,25 +78,39 @@ def fit(config: Config) -> int:
     The run folder then holds config.json (merged), metrics.jsonl, checkpoints/ and drafter/ (z-lab's layout).
     """
     _check_counts(config)
-    run_dir = Path(config.train.run_dir)
+    with ExitStack() as held:
+        return _fit(config, Path(config.train.run_dir), held)
+
+
+def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     mesh = make_mesh(config.mesh)
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     if not config.data.train:
         raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
+    pad = target.config.pad_token_id
     dataset = ConversationDataset(
         config.data,
         target.tokenizer,
-        target.config.pad_token_id or 0,
+        pad if pad is not None and 0 <= pad < target.config.vocab_size else 0,
         jax.process_index(),
         jax.process_count(),
         target.config.vocab_size,
     )
+    longest = int(dataset.lengths_N.max())
+    if longest > target.config.max_position:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length} and there are rows of {longest} tokens, but the target's context has "
+            f"{target.config.max_position}: lower it"
+        )
     steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
     drafter = _first_drafter(config, target, dataset)
     tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, _sample(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
     state = init_state(drafter, tx, mesh)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        held.enter_context(only_process(run_dir))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
     iterator = dataset.iterator(num_epochs=-(-steps // dataset.batches_per_epoch))
     identity = _identity(config, drafter.config, steps, dataset.fingerprint)
@@ -106,6 +122,8 @@ def fit(config: Config) -> int:
         raise ConfigError(
             f"{run_dir} holds a run that reached step {checkpoints.newest}: --resume it, or give another train.run_dir"
         )
+    elif (run_dir / "drafter").exists():
+        raise ConfigError(f"{run_dir / 'drafter'} is the drafter of an earlier run: give another train.run_dir, or move it away")
     (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
     taps = list(drafter.config.target_layer_ids)
     print(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
@@ -129,11 +147,17 @@ def _check_counts(config: Config) -> None:
     least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.seed": 0}
     least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0}
     counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep")
+    least |= {"train.vocab_sample": 0}
     for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
         section, field = name.split(".")
         value = getattr(getattr(config, section), field)
         if value < low:
             raise ConfigError(f"{name} is {value}: it must be at least {low}")
+        if field == "seed" and value >= 2**32:
+            raise ConfigError(f"{name} is {value}: it must be below 2**32")
+    both = {Path(path).resolve() for path in config.data.train} & {Path(path).resolve() for path in config.data.heldout}
+    if both:
+        raise ConfigError(f"data.heldout names {both.pop()}, which is trained on: hold other prompts out")
 
 
 def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:

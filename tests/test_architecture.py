@@ -19,7 +19,7 @@ MAX_LINES = 400
 # A folder is one name: its files may import each other.
 LAYERS = [
     ["errors", "topics"],
-    ["config"],
+    ["config", "lock"],
     ["layers", "cache", "sampling", "sharding"],
     ["attention", "blocks"],
     ["targets", "drafter"],

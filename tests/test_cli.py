@@ -69,6 +69,7 @@ def test_bad_options_are_named(argv, named, capsys):
         ("optim:\n  speed: 1\n", "speed"),
         ("optimizer:\n  beta1: 1\n", "optimizer"),
         ("optim:\n  beta1: [1]\n", "beta1"),
+        ("train: 5\n", "train"),
         ("a: [\n", "line 2"),
         ("a: [\n", "p.yaml is not YAML"),
     ],
@@ -79,6 +80,12 @@ def test_bad_presets_are_named(tmp_path, text, named, capsys):
     err = capsys.readouterr().err
     assert named in err
     assert "Traceback" not in err
+
+
+def test_a_preset_of_another_encoding_is_named(tmp_path, capsys):
+    (tmp_path / "p.yaml").write_bytes(b"optim:\n  beta1: 0.9 # \xff\n")
+    assert status_of(parse_config, ["--config", str(tmp_path / "p.yaml")]) == 2
+    assert "p.yaml is not UTF-8 text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("main", [train.main, commands.bench_command, commands.regenerate_command])

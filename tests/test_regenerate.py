@@ -8,8 +8,9 @@ from tiny_run import tiny_target, user
 
 from dflash_jax.config import DecodeConfig
 from dflash_jax.data import tokenize_conversation
-from dflash_jax.errors import DataError, PromptError
+from dflash_jax.errors import ConfigError, DataError, DFlashError
 from dflash_jax.generate import generate
+from dflash_jax.lock import only_process
 from dflash_jax.regenerate import regenerate
 from dflash_jax.targets import DenseTarget
 
@@ -47,6 +48,21 @@ def answers(target, tmp_path_factory):
     return path
 
 
+def test_a_foreign_last_line_without_newline_is_kept(target, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"id": "x", "turns": ["precious"]}')
+    with pytest.raises(DataError, match="its last line is not one that regenerate wrote"):
+        regenerate(target, prompts("a"), path, GREEDY, batch_size=1)
+    assert path.read_text() == '{"id": "x", "turns": ["precious"]}'
+
+
+def test_one_process_at_a_time(target, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    with only_process(path), pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+        regenerate(target, prompts("a"), path, GREEDY, batch_size=1)
+
+
 def test_an_edited_prompt_file_is_refused(target, answers):
     """Prompts are known by id, so an id that now asks something else would otherwise keep the old answer."""
     before = answers.read_bytes()
@@ -58,7 +74,7 @@ def test_an_edited_prompt_file_is_refused(target, answers):
 
 
 def test_half_a_character_is_refused_by_prompt(target, tmp_path):
-    with pytest.raises(PromptError, match="prompt p1: the text holds half a character"):
+    with pytest.raises(DFlashError, match="prompt p1: the text holds half a character"):
         regenerate(target, prompts("a", "b \ud800"), tmp_path / "out.jsonl", GREEDY, batch_size=4)
 
 
@@ -98,7 +114,7 @@ def test_a_kill_at_any_byte_costs_nothing(target, answers, tmp_path):
     for cut in sorted(cuts):
         path = tmp_path / f"{cut}.jsonl"
         path.write_bytes(whole[:cut])
-        finished = sum(end <= cut for end in ends)
+        finished = sum(end - 1 <= cut for end in ends)  # a line that only lacks its newline is whole
         assert regenerate(target, prompts(*TEXTS), path, GREEDY, batch_size=4) == 6 - finished
         assert by_id(path) == want, f"cut at byte {cut}"
         assert path.read_bytes()[: ends[finished - 1] if finished else 0] == whole[: ends[finished - 1] if finished else 0]

@@ -19,6 +19,7 @@ from dflash_jax.config import Config, DecodeConfig, to_json
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter
+from dflash_jax.lock import only_process
 from dflash_jax.regenerate import regenerate
 
 make_train_step = trainer.make_train_step
@@ -377,6 +378,9 @@ def broken_lines(tmp_path):
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
         ({"train__steps": -1}, ConfigError, r"train\.steps is -1: it must be at least 0"),
         ({"data__num_epochs": 0}, ConfigError, r"data\.num_epochs is 0"),
+        ({"train__seed": 2**32}, ConfigError, r"train\.seed is 4294967296: it must be below"),
+        ({"data__seed": -1}, ConfigError, r"data\.seed is -1: it must be at least 0"),
+        ({"train__vocab_sample": -3}, ConfigError, r"train\.vocab_sample is -3"),
         ({"data__heldout": ["absent.jsonl"], "train__eval_every": 2}, DataError, r"absent\.jsonl cannot be read"),
         (
             {"data__heldout": lambda path: [write_lines(path / "long.jsonl", [{"turns": ["ab " * 200]}])], "train__eval_every": 2},
@@ -392,6 +396,24 @@ def test_refused_runs(tmp_path, changes, kind, message):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes))
     assert isinstance(raised.value, DFlashError)
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_finished_drafter_is_not_overwritten(tmp_path, whole):
+    shutil.copytree(whole / "drafter", tmp_path / "r" / "drafter")
+    with pytest.raises(ConfigError, match="is the drafter of an earlier run: give another train.run_dir"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
+
+
+def test_one_training_at_a_time(tmp_path):
+    with only_process(tmp_path), pytest.raises(ConfigError, match="is being written by another process"):
+        trainer.fit(tiny_run.tiny_run(tmp_path))
+
+
+def test_heldout_prompts_are_not_trained_on(tmp_path):
+    config = tiny_run.tiny_run(tmp_path / "r")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=config.data.train))
+    with pytest.raises(ConfigError, match="which is trained on: hold other prompts out"):
+        trainer.fit(config)
 
 
 def test_a_target_without_tokenizer(tmp_path):
