@@ -31,10 +31,7 @@ class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]
                 self.error(f"{file} is not UTF-8 text ({error}): save it as UTF-8")
             except yaml.YAMLError as error:
                 self.error(f"{file} is not YAML: {error}")
-        try:
-            return super().parse_args(args, *rest, **named)
-        except TypeError as error:  # a section that holds a number or a list
-            self.error(f"a section of the config holds no fields ({error})")
+        return super().parse_args(args, *rest, **named)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         print(f"error: {message}\n{self.prog} --help explains every option", file=sys.stderr)
@@ -57,6 +54,10 @@ def config_parser(description: str, prog: str | None = None) -> Any:
 
 def build_config(parsed: Any, parser: Any) -> Config:
     """The `Config` among parsed arguments."""
+    for field in dataclasses.fields(Config):
+        section = getattr(parsed, field.name)
+        if not isinstance(section, jsonargparse.Namespace):
+            parser.error(f"{field.name} is {section!r}, but it is a section of the config: give its fields")
     values = parser.instantiate(parsed)
     return Config(**{field.name: getattr(values, field.name) for field in dataclasses.fields(Config)})
 

@@ -1,6 +1,5 @@
 """Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -181,14 +180,15 @@ def _finished(out: Path) -> dict[str, list[dict[str, str]]]:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
         done[row["id"]] = row["messages"]
     cut = content[whole:]
-    with contextlib.suppress(ValueError, RecursionError):  # a whole object only lacks its newline: nothing is deleted
+    try:
         row = json.loads(cut)
-        if not isinstance(row.get("id"), str) or "messages" not in row:
-            raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
+    except (ValueError, RecursionError):
+        row = None
+    if isinstance(row, dict) and isinstance(row.get("id"), str) and "messages" in row:  # a whole line only lacks its newline
         with open(out, "ab") as file:
             file.write(b"\n")
         return done | {row["id"]: row["messages"]}
-    if not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
+    if row is not None or not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
         raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
     if cut:
         with open(out, "rb+") as file:

@@ -7,7 +7,7 @@ import pytest
 from jax import P
 from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
-from dflash_jax.config import DFlashConfig, MeshConfig, OptimConfig
+from dflash_jax.config import DFlashConfig, MeshConfig, OptimConfig, RopeConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.generate import generate
@@ -18,7 +18,7 @@ from dflash_jax.train_step import init_state, place_batch
 
 DRAFTER = DFlashConfig(
     32, 32, 61, 4, 4.0, num_heads=4, num_kv_heads=1, head_dim=7, mlp_dim=48, block_size=4, num_draft_layers=1,
-    target_layer_ids=(1, 2), mask_token_id=3, own_embedding=True, own_head=True,
+    rope=RopeConfig(partial_rotary_factor=0.9), target_layer_ids=(1, 2), mask_token_id=3, own_embedding=True, own_head=True,
 )  # fmt: skip
 LAYER = "['layers'][0]"
 SPECS = {
