@@ -1,5 +1,6 @@
 """Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -180,15 +181,14 @@ def _finished(out: Path) -> dict[str, list[dict[str, str]]]:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
         done[row["id"]] = row["messages"]
     cut = content[whole:]
-    try:
-        row = json.loads(cut)
-    except (ValueError, RecursionError):
-        row = None
-    if isinstance(row, dict) and isinstance(row.get("id"), str) and "messages" in row:  # a whole line only lacks its newline
+    last: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        last = json.loads(cut)
+    if isinstance(last, dict) and isinstance(last.get("id"), str) and "messages" in last:  # a whole line only lacks its newline
         with open(out, "ab") as file:
             file.write(b"\n")
-        return done | {row["id"]: row["messages"]}
-    if row is not None or not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
+        return done | {last["id"]: last["messages"]}
+    if last is not None or not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
         raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
     if cut:
         with open(out, "rb+") as file:
