@@ -48,7 +48,9 @@ def bench(config: Config) -> int:
             encoded.append(target.tokenizer.encode_chat(first_messages(prompt)))
             check_prompts(target, encoded[-1:])
         except PromptError as error:
-            raise PromptError(f"prompt {prompt['id']}: it {str(error).removeprefix('prompt 0 ')}") from None
+            what = str(error)
+            what = f"it {what.removeprefix('prompt 0 ')}" if what.startswith("prompt 0 ") else what
+            raise PromptError(f"prompt {prompt['id']}: {what}") from None
     rows, identical = _exactness(target, drafter, encoded, config)
     stats = GenerationStats(rows, pool(rows))
     for name in dict.fromkeys(prompt["set"] for prompt in prompts):

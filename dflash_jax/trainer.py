@@ -144,10 +144,9 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
 
 
 def _check_counts(config: Config) -> None:
-    least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.seed": 0}
-    least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0}
+    least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.vocab_sample": 0}
+    least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0, "train.seed": 0}
     counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep")
-    least |= {"train.vocab_sample": 0}
     for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
         section, field = name.split(".")
         value = getattr(getattr(config, section), field)

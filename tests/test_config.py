@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny_models import DRAFTER, TARGET
 
-from dflash_jax.config import check_drafter_fits, default_target_layer_ids
+from dflash_jax.config import check_drafter_fits, default_target_layer_ids, loss_decay_gamma
 from dflash_jax.errors import ConfigError
 
 
@@ -56,6 +56,10 @@ def test_taps_that_do_not_fit(layers, taps):
 def test_refused_drafters(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(DRAFTER, **changes)
+
+
+def test_the_papers_decay_for_a_block_size():
+    assert [loss_decay_gamma(size) for size in (4, 8, 10, 13, 16)] == [2, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("use", [{"stop_token_ids": (3, 60)}, {"pad_token_id": 60}])

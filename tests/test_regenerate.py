@@ -79,7 +79,7 @@ def test_half_a_character_is_refused_by_prompt(target, tmp_path):
 
 
 def test_answers_are_generates(target, answers):
-    """Batched, halved as rows end, and yet what each prompt alone gives."""
+    """Batched, rows filled again as others end, and yet what each prompt alone gives."""
     rows = by_id(answers)
     assert set(rows) == {f"p{i}" for i in range(6)}
     lengths = set()

@@ -409,6 +409,16 @@ def test_one_training_at_a_time(tmp_path):
         trainer.fit(tiny_run.tiny_run(tmp_path))
 
 
+def test_rows_longer_than_the_context_are_refused(tmp_path):
+    """The tiny target reads 128 tokens; `max_length` alone would let longer rows pass."""
+    text = [{"messages": [user("ab " * 100), assistant("hello " * 60)]}]
+    changes = {"data__train": [write_lines(tmp_path / "long.jsonl", text)], "data__max_length": 400, "data__buckets": [400]}
+    with pytest.raises(
+        ConfigError, match=r"data\.max_length is 400 and there are rows of \d+ tokens, but the target's context has"
+    ):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes))
+
+
 def test_heldout_prompts_are_not_trained_on(tmp_path):
     config = tiny_run.tiny_run(tmp_path / "r")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=config.data.train))
