@@ -103,12 +103,12 @@ def draft(
     logits_BJV = drafter.unembed(hidden_BKD[:, 1:], head_VD, target, params)
     temperature = drafter.config.temperature
     if temperature == 0:
-        return draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW)
+        return drafter.token_ids(draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW))
     batch = state.length_B.shape[0]
     seeds_B = state.sampling.seed_B if state.sampling is not None else jnp.arange(batch, dtype=jnp.uint32)
     off_B = jnp.zeros((batch,), jnp.float32)
     own = Sampling(off_B + temperature, jnp.zeros((batch,), jnp.int32), off_B + 1, off_B, seeds_B)
-    return draw(logits_BJV, positions_BK[:, 1:], own, DRAFT_DRAW)
+    return drafter.token_ids(draw(logits_BJV, positions_BK[:, 1:], own, DRAFT_DRAW))
 
 
 def verify(

@@ -254,18 +254,27 @@ class Drafter:
         A decode loop takes them once, before it starts: XLA copies a cut of the head in every round otherwise.
         """
         if self.config.own_head:
-            return params["lm_head"][...][: self.config.draft_vocab_size or None]
+            return self._drafted(params["lm_head"][...], 0)
         if hasattr(target, "head_kernel"):
-            return target.head_kernel(target_params)[: self.config.draft_vocab_size or None]
+            return self._drafted(target.head_kernel(target_params), 0)
         return None
 
     def unembed(
         self, hidden: Float[Array, "*shape D"], head_VD: Float[Array, "V D"] | None, target: Any, target_params: Any
     ) -> Float[Array, "*shape V"]:
-        """Logits [..., V], or of the first `draft_vocab_size` ids, through what `head` gave."""
+        """Logits [..., V], or of `draft_token_ids` only, through what `head` gave. `token_ids` names what was chosen among them."""
         if head_VD is None:
-            return target.unembed(target_params, hidden)[..., : self.config.draft_vocab_size or None]
+            return self._drafted(target.unembed(target_params, hidden), -1)
         return matmul(hidden, head_VD, self.config.dtype, transposed=True)
+
+    def token_ids(self, chosen: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The token ids of places in the last axis of `unembed`'s logits."""
+        ids = self.config.draft_token_ids
+        return jnp.asarray(ids, jnp.int32)[chosen] if ids else chosen
+
+    def _drafted(self, x: Array, axis: int) -> Array:
+        ids = self.config.draft_token_ids
+        return jnp.take(x, jnp.asarray(ids, jnp.int32), axis=axis) if ids else x
 
 
 def abstract_drafter(config: DFlashConfig) -> DraftModel:

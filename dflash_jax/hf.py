@@ -5,6 +5,7 @@ That layout is a folder of config.json and model.safetensors, which other engine
 
 import dataclasses
 import json
+import re
 import shutil
 import tempfile
 from functools import partial
@@ -133,7 +134,10 @@ def save_drafter(drafter: Drafter, folder: str | Path, dtype: str = "bfloat16") 
     arrays = _arrays(drafter, dtype)
     _check_replaceable(folder)
     try:
-        _write_folder(folder, json.dumps(config, indent=2) + "\n", arrays)
+        text = re.sub(
+            r"\[[\d\s,]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2)
+        )  # lists on one line
+        _write_folder(folder, text + "\n", arrays)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written ({error}): free some space there, or give another folder") from None
 

@@ -24,7 +24,7 @@ _RELATIVES = {
 _IGNORED = IGNORED_KEYS | {"auto_map", "tie_word_embeddings", "eos_token_id", "pad_token_id"}
 # The fields of `dflash_config.dflash_jax`.
 _OWN_FIELDS = (
-    "loss_decay_gamma", "own_embedding", "own_head", "learned_mask_embedding", "dropout", "temperature", "draft_vocab_size",
+    "loss_decay_gamma", "own_embedding", "own_head", "learned_mask_embedding", "dropout", "temperature", "draft_token_ids",
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
         learned_mask_embedding=own.get("learned_mask_embedding", bool, False),
         dropout=own.get("dropout", float, 0.0),
         temperature=own.get("temperature", float, 0.0),
-        draft_vocab_size=own.get("draft_vocab_size", int, 0),
+        draft_token_ids=_read_token_ids(own),
     )
     top.finish(_IGNORED)
     nested.finish(_IGNORED)
@@ -151,7 +151,7 @@ def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-            "dflash_jax": {name: getattr(config, name) for name in _OWN_FIELDS},
+            "dflash_jax": {name: getattr(config, name) for name in _OWN_FIELDS} | {"draft_token_ids": list(config.draft_token_ids)},
         },
     }
     if config.rope.partial_rotary_factor != 1.0:
@@ -187,6 +187,13 @@ def _read_layers(top: Fields, causal_alias: bool | None, num_layers: int) -> tup
     stated = causal_alias if is_causal is None else is_causal
     causal = tuple(sliding) if stated is None else (stated,) * num_layers
     return tuple(window if s else None for s in sliding), causal
+
+
+def _read_token_ids(own: Fields) -> tuple[int, ...]:
+    ids = own.get("draft_token_ids", list, [])
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"{own.where}: draft_token_ids must be whole numbers: take the file that training wrote")
+    return tuple(ids)
 
 
 def _check_swa(nested: Fields, windows: tuple[int | None, ...]) -> None:

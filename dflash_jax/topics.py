@@ -138,3 +138,116 @@ Anna | Ben | Chloe | David | Emma | Farid | Grace | Hugo | Ines | Jonas | Kofi |
 MATH_THINGS = _lines("""
 apples | pencils | marbles | stickers | cookies | books | oranges | stamps | shells | cards | tickets | balloons
 """)
+
+# Subjects that came later are for training only, so that the evaluation prompts, and figures on them, stay what they were.
+MORE_TOPICS = _lines("""
+tides | glaciers | clouds | lightning | tornadoes | hurricanes | fossils | caves | waterfalls | islands | mountains | soil | seeds
+pollen | mushrooms | moss | oak trees | roses | sunflowers | wheat | rice | corn | potatoes | apples | bananas | honey | salt
+sugar | olive oil | vinegar | soup | pizza | sushi | tacos | curry | ice cream | cakes | vegetarian food | food labels | hunger
+allergies | the common cold | fevers | broken bones | the brain | memory | the eyes | hearing | taste and smell | the lungs | blood
+muscles | bones | teeth | skin | hormones | genes | cells | bacteria | viruses | parasites | medicine | hospitals | nurses | surgery
+first aid | mental health | loneliness | happiness | anger | fear | jealousy | hope | patience | kindness | curiosity | creativity
+habits | goals | failure | success | money | debt | pensions | banks | trade | money laundering | patents | copyright | contracts
+courts | juries | police work | constitutions | parliaments | kings and queens | revolutions | slavery | colonialism | the Cold War
+the First World War | the Vikings | the Aztecs | the Maya | ancient Greece | the Ottoman Empire | the Great Wall of China
+the Black Death | the Age of Exploration | the Bronze Age | cave paintings | pyramids | cathedrals | skyscrapers | roads | tunnels
+canals | harbours | airports | railways | buses | motorcycles | rockets | satellites | telescopes | microscopes | lasers | radios
+televisions | cameras | telephones | robots | drones | printers | 3D printing | video games | board games | puzzles | magic tricks
+card games | toys | dolls | kites | origami | knitting | sewing | pottery | sculpture | opera | ballet | hip-hop | folk songs
+the piano | the guitar | drums | choirs | museums | comics | cartoons | fairy tales | myths and legends | science fiction
+mysteries
+diaries | newspapers | journalism | podcasts | social media | e-mail | operating systems | compilers | web browsers
+cloud computing
+data privacy | computer viruses | spreadsheets | text editors | version control | software testing | algorithms | graphs | matrices
+calculus | logic | infinity | the number pi | symmetry | measurement | time zones | calendars | clocks | temperature
+pressure | heat
+energy | electricity | light | colours | atoms | chemical reactions | acids and bases | metals | glass | plastic | paper | concrete
+wood | oil | coal | wind power | hydropower | recycled clothes | fashion | shoes | hats | jewellery | perfume | soap
+washing machines
+refrigerators | ovens | furniture | houses | apartments | gardens | parks | zoos | farms | forests | swamps | oceans | sharks
+dolphins
+octopuses | crabs | turtles | snakes | lizards | frogs | ants | mosquitoes | dragonflies | eagles | parrots | chickens
+ducks | cows
+sheep | goats | pigs | rabbits | hamsters | foxes | bears | lions | tigers | giraffes | monkeys | bats | mice | kangaroos | pandas
+marriage | weddings | babies | teenagers | old age | school uniforms | homework | exams | teachers | universities | apprenticeships
+hockey | basketball | baseball | golf | skiing | surfing | boxing | gymnastics | cycling | fishing | hiking | dancing | sleepovers
+""")
+
+MORE_ACTIVITIES = _lines("""
+iron a shirt | sew on a button | unblock a sink | hang a picture | assemble a shelf | replace a light bulb | wash a woollen sweater
+fold a fitted sheet | organize a wardrobe | clean the windows | descale a kettle | boil an egg | cook rice | make pancakes
+bake cookies | roast vegetables | make a salad dressing | cook soup from leftovers | freeze fresh fruit | set a table
+host a dinner party | plan a birthday party | choose a present | write an invitation | start a blog | record a podcast
+edit a video | take better portraits | draw a face | learn the guitar | read sheet music | sing in tune | memorize a poem
+give a toast | tell a joke | start a conversation | listen better | apologize | say no politely | end an argument | make a decision
+keep a diary | get up early | stop procrastinating | focus at work | take a break | organize a desk | answer e-mails quickly
+write a report | prepare slides | lead a workshop | hire a new employee | leave a job well | find a mentor | learn to swim
+ride a bicycle | prepare for a marathon | lose weight slowly | lift weights safely | improve posture | treat a small cut
+cool a burn | remove a splinter | calm a crying baby | teach a child to read | help with homework | choose a school
+adopt a cat | walk a dog | clean an aquarium | feed wild birds | prune a rose bush | mow a lawn | build a bird house
+repair a bicycle chain | check the oil of a car | change a car tyre | parallel park | read a train timetable | rent a flat
+buy a used car | compare insurance | open a bank account | pay off a loan | donate to charity | vote for the first time
+write to a politician | make a backup | speed up a slow computer | clean a keyboard | write a regular expression
+sort a spreadsheet | make a chart | choose a programming language | read somebody else's code | write documentation
+report a bug | optimize a slow loop | parse a log file | design a database table | deploy a web site
+""")
+
+MORE_PAIRS = _lines("""
+bread and rice | apples and oranges | bees and wasps | rabbits and hares | crocodiles and alligators | turtles and tortoises
+lakes and ponds | oceans and seas | planets and stars | comets and asteroids | rocks and minerals | heat and temperature
+acids and bases | arteries and veins | genes and chromosomes | proteins and fats | fruits and vegetables | baking and roasting
+jam and jelly | wine and beer | violins and cellos | poems and songs | comedy and tragedy | opinions and facts | ethics and law
+a king and a president | taxes and fees | revenue and profit | stocks and bonds | wants and needs | a leader and a boss
+classes and objects | arrays and linked lists | loops and recursion | functions and methods | SQL and NoSQL | Git and GitHub
+threads and processes | JSON and XML | laptops and tablets | analogue and digital clocks | radio and television
+football and rugby | skiing and snowboarding | tents and caravans | hotels and hostels | buses and trams | maps and globes
+""")
+
+MORE_MESSAGES = _lines("""
+asking a neighbour to turn down the music | inviting parents to a school play | thanking a teacher at the end of the year
+asking for directions to an office | confirming an appointment | changing the date of a booking | asking for a recipe
+announcing a change of address | congratulating a couple on their wedding | wishing a friend a quick recovery
+asking a library to extend a loan | telling customers about new opening hours | recruiting volunteers for a festival
+asking a colleague to review some code | reporting a lost suitcase | selling an old bicycle | asking a hotel about parking
+explaining an absence from work | offering help to a new neighbour | reminding a friend about borrowed money
+thanking a host for a weekend | asking a company about an internship | inviting the team to a lunch
+warning users about planned maintenance | asking the city to repair a street lamp | praising a restaurant
+""")
+
+MORE_CODE_TASKS = _lines("""
+adds two numbers given as strings | counts the digits of a number | checks whether a number is a perfect square
+checks whether a year is a leap year | computes the area of a circle | computes a power without using the power operator
+computes the sum of the digits of a number | reverses the digits of a number | finds the smallest number in a list
+checks whether a list is sorted | finds the second largest number | removes all zeros from a list | moves all zeros to the end
+counts the even numbers in a list | multiplies all numbers of a list | adds up two lists element by element
+finds the index of an element in a list | finds duplicates in a list | rotates a list by k places | zips two lists into a dictionary
+merges two dictionaries | sorts a dictionary by its values | finds the key with the largest value | counts characters in a string
+removes all vowels from a string | replaces spaces by underscores | checks whether a string contains only digits
+converts a string to title case | finds the first letter that does not repeat | finds the longest common prefix of some words
+checks whether one string is a rotation of another | counts words in a text | reverses the words of a sentence
+removes punctuation from a text | wraps a text at 80 characters | converts kilometres to miles | converts dollars to euros
+converts a decimal number to binary | converts hexadecimal to decimal | converts a date to another format
+computes the days between two dates | prints a calendar of a month | prints a multiplication table
+prints the numbers 1 to n with FizzBuzz
+prints a pyramid of numbers | solves a quadratic equation | computes the distance between two points | computes compound interest
+computes the mode of a list | computes a standard deviation | computes the least common multiple | finds the divisors of a number
+checks whether a number is perfect | checks Armstrong numbers | generates Pascal's triangle | generates a random password
+implements bubble sort | implements quicksort | implements merge sort | implements insertion sort | implements linear search
+implements a hash table | implements a binary search tree | implements depth-first search | implements breadth-first search
+implements a priority queue | implements a simple calculator | implements a timer | implements a shopping cart class
+implements a student class with grades | implements a rectangle class | implements tic-tac-toe | implements hangman
+reads a text file line by line | writes a list to a file | copies a file | reads the columns of a CSV file | downloads a web page
+parses command line arguments | logs messages to a file | connects to a SQLite database | handles a division by zero
+finds the intersection of two sets | finds all pairs with a given sum | finds the maximum subarray sum | finds a missing number
+finds the longest increasing subsequence | computes the edit distance of two words | solves the Tower of Hanoi
+counts islands in a grid | flattens a dictionary | deep-copies a nested list | transposes a matrix | adds two matrices
+prints a matrix in spiral order | checks whether a matrix is symmetric | checks a Sudoku row | draws a square with turtle graphics
+""")
+
+TEMPLATES = {
+    "topic": TOPIC_TEMPLATES,
+    "activity": ACTIVITY_TEMPLATES,
+    "pair": PAIR_TEMPLATES,
+    "message": MESSAGE_TEMPLATES,
+    "code": CODE_TEMPLATES,
+}

@@ -13,7 +13,7 @@ from dflash_jax.blocks import Blocks, make_blocks, sample_anchors
 from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
-from dflash_jax.loss import LossSums, Objective, head_loss, sample_vocabulary
+from dflash_jax.loss import LossSums, Objective, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.sharding import BATCH, shardings
 from dflash_jax.targets import Target, TrainableTarget
 
@@ -77,7 +77,9 @@ def block_loss(
     block_BAKD = drafter.embed_block(params, blocks.anchor_tokens_BA, model.block_size, embed)
     hidden_BAKD, entropies = drafter.forward(params, taps_BTM, blocks.anchors_BA, block_BAKD, execution)
     candidates = None
-    if train.vocab_sample:
+    if model.draft_token_ids:
+        candidates = draft_vocabulary(model.draft_token_ids, model.vocab_size)
+    elif train.vocab_sample:
         candidates = sample_vocabulary(
             vocabulary_key, blocks.labels_BAK, blocks.supervised_BAK, model.vocab_size, train.vocab_sample
         )
@@ -129,6 +131,11 @@ def make_train_step(
         raise ConfigError(
             f"train.vocab_sample is {config.train.vocab_sample}: give 0 (all), or from {min(slots, drafter.config.vocab_size)} "
             f"(the slots of a micro-batch, whose labels must fit) to {drafter.config.vocab_size}"
+        )
+    if config.train.vocab_sample and drafter.config.draft_token_ids:
+        raise ConfigError(
+            f"train.vocab_sample is {config.train.vocab_sample}, but this drafter only learns the "
+            f"{len(drafter.config.draft_token_ids)} tokens that it drafts, at that cost: set train.vocab_sample 0"
         )
     taps = drafter.config.target_layer_ids
 

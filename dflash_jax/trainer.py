@@ -48,7 +48,6 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         vocab_size=target.vocab_size,
         num_target_layers=target.num_layers,
         loss_decay_gamma=loss_decay_gamma(d.block_size) if d.loss_decay_gamma is None else d.loss_decay_gamma,
-        draft_vocab_size=d.draft_vocab_size,
         num_heads=d.num_heads or target.num_heads,
         num_kv_heads=d.num_kv_heads or target.num_kv_heads,
         head_dim=d.head_dim or target.head_dim,
@@ -161,6 +160,11 @@ def _check_counts(config: Config) -> None:
 
 def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     wanted = drafter_config(config, target.config)
+    size = config.drafter.draft_vocab_size
+    if not 0 <= size <= wanted.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {wanted.vocab_size}, the vocabulary")
+    if size:
+        wanted = dataclasses.replace(wanted, draft_token_ids=dataset.frequent_tokens(size))
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
         return Drafter.random(key, wanted)
@@ -169,7 +173,9 @@ def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDat
     if config.drafter.path is None:
         raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
     loaded = load_drafter(config.drafter.path, target, dtype="float32")
-    return Drafter(dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout), loaded.params)
+    kept = {"draft_token_ids": wanted.draft_token_ids} if size else {}  # else it goes on drafting what it did
+    settings = dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout, **kept)
+    return Drafter(settings, loaded.params)
 
 
 def _sample(dataset: ConversationDataset) -> Batch:

@@ -300,6 +300,7 @@ def from_scratch(target, drafter=None, length=128):
         hidden, _ = drafter.forward(drafter.params, taps_1TM, anchor[None, None], block_11KD, Execution())
         return drafter.unembed(hidden[0, 0, 1:], drafter.head(drafter.params, target, target.params), target, target.params)
 
+    drafted = (drafter.config.draft_token_ids or range(target.config.vocab_size)) if drafter is not None else ()
     known = {}
 
     def logits(text):
@@ -315,6 +316,6 @@ def from_scratch(target, drafter=None, length=128):
     def draft(text, choose=lambda row, position: int(np.argmax(row))):
         features = logits(text)[1]  # the block reads only what lies before its anchor, the last token
         rows = np.asarray(block(features, jnp.int32(len(text) - 1), jnp.int32(text[-1])))
-        return [choose(row, len(text) + slot) for slot, row in enumerate(rows)]
+        return [drafted[choose(row, len(text) + slot)] for slot, row in enumerate(rows)]
 
     return next_token, draft, lambda text: logits(text)[0]

@@ -12,7 +12,6 @@ import reference
 from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter, dense_target
 
 from dflash_jax.drafter import Drafter, Execution
-from dflash_jax.errors import ConfigError
 
 B, T, C = 2, 14, 16
 # Neighbours, the first position, blocks over the end of the context.
@@ -162,17 +161,18 @@ def test_head():
 
 @pytest.mark.parametrize("own_head", [False, True])
 def test_draft_vocabulary(own_head):
-    """The first logits and no others, also from a target that has no head to cut."""
+    """The logits of the named tokens and no others, also from a target that has no head to cut."""
     hidden = normal(7, (2, BLOCK, HIDDEN))
+    ids = (0, 3, 4, VOCAB - 1)
     target, whole = dense_target(), dense_drafter(own_head=own_head)
-    cut = Drafter(dataclasses.replace(whole.config, draft_vocab_size=5), whole.params)
+    cut = Drafter(dataclasses.replace(whole.config, draft_token_ids=ids), whole.params)
     no_head = types.SimpleNamespace(unembed=target.unembed)
-    wanted = logits(whole, hidden, target, target.params)[..., :5]
-    assert wanted.shape[-1] == 5
+    wanted = np.asarray(logits(whole, hidden, target, target.params))[..., list(ids)]
     for lender in (target, no_head):
         np.testing.assert_allclose(logits(cut, hidden, lender, target.params), wanted, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match=f"draft_vocab_size is {VOCAB + 1}: give 0"):
-        dataclasses.replace(whole.config, draft_vocab_size=VOCAB + 1)
+    places = jnp.asarray([[0, 3], [1, 1]], jnp.int32)
+    np.testing.assert_array_equal(cut.token_ids(places), [[0, VOCAB - 1], [3, 3]])
+    np.testing.assert_array_equal(whole.token_ids(places), places)
 
 
 def test_only_what_the_config_owns_exists():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 
-from dflash_jax.loss import Objective, dflash_loss, head_loss, loss_sums, sample_vocabulary
+from dflash_jax.loss import Objective, dflash_loss, draft_vocabulary, head_loss, loss_sums, sample_vocabulary
 
 B, A, K, D, V, GAMMA = 2, 3, 5, 8, 19, 2.5
 DECAY, DPACE = Objective(GAMMA), Objective(GAMMA, "dpace")
@@ -210,6 +210,30 @@ def test_sampled_normaliser_is_unbiased_and_labels_cost_what_they_should():
     wanted = dflash_loss(among, candidates.place_V[labels], supervised, GAMMA)
     for got, want in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", [DECAY, DPACE], ids=lambda objective: objective.kind)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_label_that_is_never_drafted_is_a_miss_that_teaches_nothing(frozen, objective):
+    hidden, head, labels, supervised = case()
+    ids = tuple(range(0, V, 2))
+    known = labels % 2 == 0
+    options = {"frozen": frozen, "logit_chunk": 7, "objective": objective}
+    (_, sums), (grad, _) = value_and_gradient(hidden, head, labels, supervised, draft_vocabulary(ids, V), **options)
+    reduced = head[jnp.asarray(ids)]
+    wanted = plain_sums(hidden, reduced, labels // 2, supervised & known, objective)
+    for name in ("weighted", "weight", "unweighted", "slots"):
+        np.testing.assert_allclose(getattr(sums, name), getattr(wanted, name), rtol=1e-5, err_msg=name)
+    wanted_grad = jax.grad(lambda hidden: 3.0 * plain_sums(hidden, reduced, labels // 2, supervised & known, objective).weighted)(
+        hidden
+    )
+    np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+    hits = (2 * np.asarray(hidden @ reduced.T).argmax(-1) == np.asarray(labels)) & np.asarray(supervised)
+    counted = np.asarray(supervised)[..., 1:]
+    assert float(sums.accepted) == np.cumprod(hits[..., 1:], axis=-1).sum()
+    np.testing.assert_array_equal(sums.count_K[1:], counted.sum((0, 1)))
+    assert float(sums.blocks) == counted.any(-1).sum()
+    assert 0 < float(sums.slots) < counted.sum()
 
 
 def test_other_keys_draw_other_candidates():

@@ -1,5 +1,6 @@
 """The packaged prompts: counts, order, and no evaluation text in training."""
 
+import doctest
 import importlib.util
 from collections import Counter
 
@@ -7,6 +8,7 @@ import pytest
 
 from dflash_jax import prompts, topics
 from dflash_jax.errors import DataError
+from dflash_jax.exercises import exercises
 from dflash_jax.prompts import EVAL_SETS, TRAIN_SETS, packaged_prompts, prompt_key
 
 
@@ -18,6 +20,7 @@ def test_evaluation_prompts_are_not_in_training():
     # nothing of a held-out subject, in whatever sentence
     subjects = [s for s in topics.TOPICS + topics.CODE_TASKS if prompts._is_held_out(s)]
     assert len(subjects) >= 5
+    assert not set(subjects) & {*topics.MORE_TOPICS, *topics.MORE_CODE_TASKS}
     sentences = {t.format(s) for s in subjects for t in topics.TOPIC_TEMPLATES + topics.CODE_TEMPLATES}
     assert not sentences & {p["turns"][0] for p in train}
 
@@ -29,7 +32,8 @@ def test_counts_and_form():
     assert counts["humaneval"] == 164
     assert counts["chat"] >= 120
     assert counts["functions"] > 2000
-    assert counts["topics"] > 2000
+    assert min(counts["topics"], counts["more"]) > 2000
+    assert counts["exercises"] > 400
     assert min(counts["questions"], counts["math"]) > 500
     for prompt in held_out + train:
         assert len(prompt["turns"]) == 1
@@ -46,9 +50,9 @@ def test_humaneval_prompts_hold_the_problem():
 
 
 def test_order_is_seeded_and_balanced():
-    first = packaged_prompts("train", seed=3, limit=40)
-    assert first == packaged_prompts("train", seed=3)[:40]
-    assert first != packaged_prompts("train", seed=4, limit=40)
+    first = packaged_prompts("train", seed=3, limit=60)
+    assert first == packaged_prompts("train", seed=3)[:60]
+    assert first != packaged_prompts("train", seed=4, limit=60)
     assert Counter(p["set"] for p in first) == dict.fromkeys(TRAIN_SETS, 10)
     chosen = packaged_prompts("train", ["math", "topics"], limit=9)
     assert {p["set"] for p in chosen} == {"math", "topics"}
@@ -61,6 +65,32 @@ def test_every_sentence_takes_its_subject():
     problems = [text for _, _, text in prompts._math_prompts()]
     assert not any("{" in text for text in problems)
     assert len(set(problems)) > 0.9 * len(problems)
+
+
+SOLUTIONS = {
+    "largest_prime": "return max((n for n in numbers if n > 1 and all(n % d for d in range(2, n))), default=None)",
+    "distinct_odd": "return sorted({n for n in numbers if n % 2})",
+    "mask_vowels": "return ''.join('*' if c in 'aeiouAEIOU' else c for c in text)",
+    "first_digits": "return min((i for i, c in enumerate(text) if c in '0123456789'), default=-1)",
+    "lengths_short_words": "return {w: len(w) for w in sentence.split() if len(w) < 4}",
+    "turn_e_words": "return [''.join(reversed(w)) for w in sentence.split() if 'e' in w.lower()]",
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_examples_of_exercises_are_right(name):
+    module = {}
+    exec(f"{dict(exercises())[name]}\n    {SOLUTIONS[name]}\n", module)
+    examples = doctest.DocTestFinder().find(module[name], globs=module)[0]
+    assert len(examples.examples) == 2
+    assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0
+
+
+def test_exercises_are_no_humaneval_problems():
+    ours = [name for name, _ in exercises()]
+    assert len(set(ours)) == len(ours)
+    problems = " ".join(p["turns"][0] for p in packaged_prompts("eval", ["humaneval"]))
+    assert not [name for name in ours if f"def {name}(" in problems]
 
 
 def test_function_headers_stand_alone(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folde
 
 import dflash_jax.trainer as trainer
 from dflash_jax.config import Config, DecodeConfig, to_json
+from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter
@@ -352,6 +354,23 @@ def test_start_from_the_target(tmp_path, monkeypatch):
     np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
 
 
+def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path):
+    config = tiny_run.tiny_run(tmp_path / "r", drafter__draft_vocab_size=5, train__steps=1)
+    assert trainer.fit(config) == 0
+    rows = ConversationDataset(config.data, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
+    seen = Counter(np.concatenate([row[mask] for row, mask in zip(rows._tokens, rows._masks, strict=True)]).tolist())
+    wanted = sorted(sorted(seen, key=lambda token: (-seen[token], token))[:5])
+    folder = tmp_path / "r" / "drafter"
+    assert load_drafter(folder, tiny_target()).config.draft_token_ids == tuple(wanted)
+    # a run that starts from it goes on with the same tokens, unless it asks for others
+    loaded = {"train__init": "loaded", "drafter__path": str(folder), "train__steps": 1}
+    for name, size, count in (("same", 0, 5), ("other", 7, 7)):
+        assert trainer.fit(tiny_run.tiny_run(tmp_path / name, drafter__draft_vocab_size=size, **loaded)) == 0
+        ids = load_drafter(tmp_path / name / "drafter", tiny_target()).config.draft_token_ids
+        assert len(ids) == count
+        assert set(wanted) <= set(ids)
+
+
 def broken_lines(tmp_path):
     good = {"messages": [user("a"), assistant("hello")]}
     (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
@@ -381,6 +400,13 @@ def broken_lines(tmp_path):
         ({"train__seed": 2**32}, ConfigError, r"train\.seed is 4294967296: it must be below"),
         ({"data__seed": -1}, ConfigError, r"data\.seed is -1: it must be at least 0"),
         ({"train__vocab_sample": -3}, ConfigError, r"train\.vocab_sample is -3"),
+        ({"drafter__draft_vocab_size": -1}, ConfigError, r"drafter\.draft_vocab_size is -1: give 0"),
+        ({"drafter__draft_vocab_size": 268}, ConfigError, r"drafter\.draft_vocab_size is 268: give 0 \(all\) to 267"),
+        (
+            {"drafter__draft_vocab_size": 9, "train__vocab_sample": 200},
+            ConfigError,
+            r"train\.vocab_sample is 200, but this drafter only learns the 9 tokens",
+        ),
         ({"data__heldout": ["absent.jsonl"], "train__eval_every": 2}, DataError, r"absent\.jsonl cannot be read"),
         (
             {"data__heldout": lambda path: [write_lines(path / "long.jsonl", [{"turns": ["ab " * 200]}])], "train__eval_every": 2},

@@ -39,6 +39,7 @@ SHARED = {
     "sliding, causal": {"sliding_window": (4, None), "causal": (True, False)},
     "sliding, bidirectional": {"sliding_window": (4, 4), "causal": (False, False)},
     "full, causal": {"causal": (True, True)},
+    "few tokens": {"draft_token_ids": (0, 3, 7)},
 }
 OWN = {
     "partial rotary": {"rope": RopeConfig(1e4, partial_rotary_factor=0.25)},
