@@ -22,6 +22,13 @@ DEMO_PROMPTS := \
 	--prompt "List five tips for learning a new language." \
 	--prompt "Write a Python function that sorts a list of numbers."
 
+define RISES
+import json, sys
+taus = [row["eval_acceptance_length"] for row in map(json.loads, open(sys.argv[1])) if "eval_acceptance_length" in row]
+sys.exit(0 if taus[-1] > taus[0] else f"error: the acceptance length did not rise: {taus}")
+endef
+export RISES
+
 .PHONY: help install demo demo-train test lint clean
 
 help:
@@ -55,6 +62,7 @@ demo-train: $(VENV)/.installed
 	$(BIN)/python -m dflash_jax regenerate --config configs/demo_train.yaml --limit 96
 	rm -rf runs/demo
 	$(BIN)/python train.py --config configs/demo_train.yaml
+	$(BIN)/python -c "$$RISES" runs/demo/metrics.jsonl
 	$(BIN)/python -m dflash_jax bench --config configs/demo_train.yaml
 
 test: $(TEST_SETUP)

@@ -36,7 +36,8 @@ def regenerate_command(argv: list[str]) -> int:
     prompts = read_prompts(parsed.prompts) if parsed.prompts else packaged_prompts("train")
     target = load_text_target(config.target.path, dtype=config.target.dtype)
     try:
-        written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size)
+        name = f"{config.target.path}, {config.target.dtype}"
+        written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size, name)
     except KeyboardInterrupt:
         print(f"\nstopped; finished answers are in {out}, and the same command continues")
         return INTERRUPTED

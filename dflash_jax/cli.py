@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import jsonargparse
 import yaml
@@ -58,6 +58,9 @@ def build_config(parsed: Any, parser: Any) -> Config:
         section = getattr(parsed, field.name)
         if not isinstance(section, jsonargparse.Namespace):
             parser.error(f"{field.name} is {section!r}, but it is a section of the config: give its fields")
+        for name, kind in get_type_hints(field.type).items():  # jsonargparse takes a null of a file for any field
+            if getattr(section, name) is None and type(None) not in get_args(kind):
+                parser.error(f"{field.name}.{name} is null: give a value, or leave it out for its default")
     values = parser.instantiate(parsed)
     return Config(**{field.name: getattr(values, field.name) for field in dataclasses.fields(Config)})
 

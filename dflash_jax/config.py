@@ -220,7 +220,7 @@ class TargetSource:
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """The drafter to train or use. Sizes left at 0 follow the target."""
+    """The drafter to train or use: using one takes all but `path` from its folder. Sizes left at 0 follow the target."""
 
     path: str | None = None
     """folder or hub id of a drafter: what decoding loads and --train.init loaded starts from"""

@@ -1,5 +1,9 @@
 """Errors a user can act on: each message names the thing and the mend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class DFlashError(ValueError):
     """A user's mistake or an unusable input. Entry points print it without a traceback and exit 1."""
@@ -23,3 +27,14 @@ class PromptError(DFlashError):
 
 class NonFiniteLossError(DFlashError):
     """Training produced a loss that is not a finite number."""
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """The system's errors while a file is written say which file: a full disk itself names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

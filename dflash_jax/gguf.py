@@ -232,6 +232,11 @@ def _target_config(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]
         stop_token_ids=_stop_ids(metadata),
         pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )
+    numbers = {"rope.freq_base": config.rope.theta - 1, "rope.scaling.factor": config.rope.factor}  # theta must exceed 1
+    numbers |= {"rope.scaling.original_context_length": config.rope.original_max_position, "epsilon": config.rms_norm_eps}
+    wrong = next((name for name, number in numbers.items() if not (number > 0 and math.isfinite(number))), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: its {wrong} is out of range: fetch the file again")
     rows = {"attn_q": heads * head_dim, "attn_k": config.num_kv_heads * head_dim, "ffn_up": config.mlp_dim}
     for stem, want in rows.items():
         have = [int(n) for n in tensors[f"blk.0.{stem}.weight"].shape]

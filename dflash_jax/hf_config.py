@@ -55,6 +55,13 @@ class Fields:
             raise CheckpointError(f"{self.where}: {name!r} is {value}, not a positive number: correct it, or fetch the file again")
         return value
 
+    def positive(self, name: str, default: Any = _MISSING) -> Any:
+        """A positive, finite number, or the default as it is. Raises `CheckpointError`."""
+        value = self.get(name, float, default)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise CheckpointError(f"{self.where}: {name!r} is {value}, not a positive number: correct it, or fetch the file again")
+        return value
+
     def require(self, name: str, only: Any) -> None:
         """Refuse a field that is present with another value than the one we compute."""
         self.read.add(name)
@@ -130,7 +137,7 @@ def target_config(folder: Path, dtype: Dtype) -> TargetConfig:
         num_kv_heads=fields.size("num_key_value_heads", heads if family.kv_heads_default else _MISSING),
         head_dim=fields.size("head_dim", hidden // heads if family.head_dim_default else _MISSING),
         mlp_dim=fields.size("intermediate_size"),
-        rms_norm_eps=fields.get("rms_norm_eps", float),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
         max_position=fields.size("max_position_embeddings"),
         rope=read_rope(fields),
         qkv_bias=bias(family.qkv_bias),
@@ -156,7 +163,7 @@ def refuse_sliding_windows(fields: Fields) -> None:
 
     Qwen configs carry a `sliding_window` that counts only with `use_sliding_window`; elsewhere a number is a window.
     """
-    layer_types = set(fields.get("layer_types", list, []))
+    layer_types = {str(kind) for kind in fields.get("layer_types", list, [])}
     window, used = fields.get("sliding_window", int, None), fields.get("use_sliding_window", bool, None)
     in_use = window is not None if used is None else used
     if layer_types - {"full_attention"} or (in_use and (used is None or not layer_types)):
@@ -222,28 +229,32 @@ def check_rotated_dims(rope: RopeConfig, head_dim: int, where: str) -> None:
 def _rope_of(fields: Fields) -> RopeConfig:
     kind = fields.get("rope_type", str, None) or fields.get("type", str, "default")
     fields.read |= set(_ROPE_COMMON)
-    theta = fields.get("rope_theta", float)
+    theta = fields.positive("rope_theta")
+    if theta <= 1:
+        raise CheckpointError(f"{fields.where}: 'rope_theta' is {theta}, but it must exceed 1: correct it, or fetch the file again")
     rope = RopeConfig(theta=theta, partial_rotary_factor=fields.get("partial_rotary_factor", float, 1.0))
     if kind == "linear":
-        rope = dataclasses.replace(rope, type="linear", factor=fields.get("factor", float))
+        rope = dataclasses.replace(rope, type="linear", factor=fields.positive("factor"))
     elif kind == "llama3":
         rope = dataclasses.replace(
             rope,
             type="llama3",
-            factor=fields.get("factor", float),
-            original_max_position=fields.get("original_max_position_embeddings", int),
-            low_freq_factor=fields.get("low_freq_factor", float),
-            high_freq_factor=fields.get("high_freq_factor", float),
+            factor=fields.positive("factor"),
+            original_max_position=fields.size("original_max_position_embeddings"),
+            low_freq_factor=fields.positive("low_freq_factor"),
+            high_freq_factor=fields.positive("high_freq_factor"),
         )
+        if rope.low_freq_factor >= rope.high_freq_factor:
+            raise CheckpointError(f"{fields.where}: low_freq_factor must be below high_freq_factor: correct them")
     elif kind == "yarn":
         fields.require("truncate", True)
         rope = dataclasses.replace(
             rope,
             type="yarn",
-            factor=fields.get("factor", float),
-            original_max_position=fields.get("original_max_position_embeddings", int),
-            beta_fast=fields.get("beta_fast", float, 32.0),  # the paper's values, and transformers'
-            beta_slow=fields.get("beta_slow", float, 1.0),
+            factor=fields.positive("factor"),
+            original_max_position=fields.size("original_max_position_embeddings"),
+            beta_fast=fields.positive("beta_fast", 32.0),  # the paper's values, and transformers'
+            beta_slow=fields.positive("beta_slow", 1.0),
             attention_factor=_yarn_attention_factor(fields),
         )
     elif kind != "default":
@@ -254,10 +265,12 @@ def _rope_of(fields: Fields) -> RopeConfig:
 
 def _yarn_attention_factor(fields: Fields) -> float | None:
     """The given factor, or DeepSeek's ratio of two mscale terms; None leaves the paper's formula."""
-    given = fields.get("attention_factor", float, None)
-    mscale, mscale_all = fields.get("mscale", float, None), fields.get("mscale_all_dim", float, None)
+    given = fields.positive("attention_factor", None)
+    mscale, mscale_all = (fields.get(name, float, None) for name in ("mscale", "mscale_all_dim"))
     if given is not None or not (mscale and mscale_all):
         return given
+    if min(mscale, mscale_all) < 0:
+        raise CheckpointError(f"{fields.where}: mscale and mscale_all_dim must not be negative: correct them")
     log = math.log(max(fields.get("factor", float), 1.0))
     return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all * log + 1.0)
 

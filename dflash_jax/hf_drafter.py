@@ -86,7 +86,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
         num_draft_layers=num_layers,
         target_layer_ids=tuple(ids),
         mask_token_id=either("mask_token_id", int),
-        rms_norm_eps=top.get("rms_norm_eps", float),
+        rms_norm_eps=top.positive("rms_norm_eps"),
         rope=read_rope(top),
         max_position=top.size("max_position_embeddings"),
         attention_bias=top.get("attention_bias", bool, False),
@@ -176,7 +176,7 @@ def _read_layers(top: Fields, causal_alias: bool | None, num_layers: int) -> tup
     if not types:
         first = num_layers if window is None else top.get("max_window_layers", int)
         types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
+    if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
         raise CheckpointError(f"{top.where}: layer_types {types} is not {num_layers} of full_attention and sliding_attention")
     if "sliding_attention" in types and window is None:
         raise CheckpointError(f"{top.where}: layer_types has sliding layers: add sliding_window, and use_sliding_window true")

@@ -151,8 +151,8 @@ def safetensors_files(folder: Path) -> list[Path]:
         hint = " (it has PyTorch .bin files: convert them to safetensors)" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json{hint}: fetch the weights")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map: fetch the file again")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files: fetch the file again")
     files = [folder / name for name in sorted(set(weight_map.values()))]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

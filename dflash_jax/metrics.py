@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, named
 
 
 class MetricsWriter:
@@ -35,8 +35,9 @@ class MetricsWriter:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write what was measured at a step; lists become one TensorBoard curve an entry."""
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        with named(Path(self.file.name)):
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
         if self.board is not None:
             for name, value in values.items():
                 for index, number in enumerate(value) if isinstance(value, list) else [(None, value)]:

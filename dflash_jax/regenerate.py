@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import read_jsonl
 from dflash_jax.decode import DecodeState, decode, prefill_lengths
-from dflash_jax.errors import ConfigError, DataError, PromptError
+from dflash_jax.errors import ConfigError, DataError, PromptError, named
 from dflash_jax.generate import start
 from dflash_jax.lock import only_process
 from dflash_jax.prompts import Prompt
@@ -31,12 +31,15 @@ REFILL_SHARE = 8
 """an eighth of the batch is filled again at once: one small prefill, few rows that wait"""
 
 
-def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, config: DecodeConfig, batch_size: int) -> int:
+def regenerate(
+    target: Target, prompts: Sequence[Prompt], out: str | Path, config: DecodeConfig, batch_size: int, target_name: str = ""
+) -> int:
     """Answer every turn of every prompt and append one JSON line each to `out`; prompts already answered there are skipped.
 
-    Lines hold id, set, messages, answer_tokens (the ids of the last answer, stop token included) and finish_reason. A line is
-    written when its prompt is done, so a kill loses only what was being decoded; a line cut by a kill is removed first. Prompts
-    that do not fit the target's context are counted and reported. Returns how many lines were written.
+    Lines hold id, set, messages, answer_tokens (the ids of the last answer, stop token included), finish_reason and decode (the
+    settings and `target_name`; a run with others is refused, so that a file holds one kind of answers). A line is written when its
+    prompt is done, so a kill loses only what was being decoded; a line cut by a kill is removed first. Prompts that do not fit the
+    target's context are counted and reported. Returns how many lines were written.
     """
     out = Path(out)
     twice = next((name for name, count in Counter(prompt["id"] for prompt in prompts).items() if count > 1), None)
@@ -51,11 +54,13 @@ def regenerate(target: Target, prompts: Sequence[Prompt], out: str | Path, confi
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()
     with only_process(out):
-        return _regenerate(target, prompts, out, config, batch_size, room)
+        return _regenerate(target, prompts, out, config, batch_size, room, _settings(config) | {"target": target_name})
 
 
-def _regenerate(target: Target, prompts: Sequence[Prompt], out: Path, config: DecodeConfig, batch_size: int, room: int) -> int:
-    done = _finished(out)
+def _regenerate(
+    target: Target, prompts: Sequence[Prompt], out: Path, config: DecodeConfig, batch_size: int, room: int, settings: dict[str, Any]
+) -> int:
+    done = _finished(out, settings)
     for prompt in prompts:
         first = [*_Conversation(prompt).messages, {"role": "user", "content": prompt["turns"][0]}]
         if prompt["id"] in done and done[prompt["id"]][: len(first)] != first:
@@ -63,6 +68,7 @@ def _regenerate(target: Target, prompts: Sequence[Prompt], out: Path, config: De
     waiting = [_Conversation(prompt) for prompt in prompts if prompt["id"] not in done]
     too_long, written = 0, 0
     with (
+        named(out),
         open(out, "a", encoding="utf-8") as file,
         tqdm(total=len(prompts), initial=len(prompts) - len(waiting), unit="prompt") as bar,
     ):
@@ -74,7 +80,7 @@ def _regenerate(target: Target, prompts: Sequence[Prompt], out: Path, config: De
             for group in _same_shape(fitting, config.max_new_tokens):
                 for conversation, answer in _answer(target, group, config, batch_size):
                     if conversation.take(target, answer):
-                        file.write(conversation.line(target, answer) + "\n")
+                        file.write(conversation.line(target, answer, settings) + "\n")
                         file.flush()
                         written += 1
                         bar.update()
@@ -114,10 +120,16 @@ class _Conversation:
         self.messages.append({"role": "assistant", "content": target.tokenizer.decode(answer)})
         return not self.turns or answer[-1] not in target.config.stop_token_ids
 
-    def line(self, target: Target, answer: list[int]) -> str:
+    def line(self, target: Target, answer: list[int], settings: dict[str, Any]) -> str:
         reason = "stop" if answer[-1] in target.config.stop_token_ids else "length"
         row = {"id": self.prompt["id"], "set": self.prompt["set"], "messages": self.messages}  # id first: _LINE_START
-        return json.dumps(row | {"answer_tokens": answer, "finish_reason": reason}, ensure_ascii=False)
+        return json.dumps(row | {"answer_tokens": answer, "finish_reason": reason, "decode": settings}, ensure_ascii=False)
+
+
+def _settings(config: DecodeConfig) -> dict[str, Any]:
+    """What decides the answers: a greedy one depends on its length cap alone."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed") if config.temperature else ("max_new_tokens",)
+    return {name: getattr(config, name) for name in names}
 
 
 def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, batch_size: int) -> Iterator[Any]:
@@ -168,26 +180,33 @@ def _put_rows(state: DecodeState, fresh: DecodeState, places_R: jax.Array) -> De
     return jax.tree.map(lambda x, y: x.at[places_R].set(y), old, new)._replace(stops_S=state.stops_S)
 
 
-def _finished(out: Path) -> dict[str, list[dict[str, str]]]:
+def _finished(out: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     """Messages of the answered prompts by id. A last line without its newline is what a kill left behind, and is removed, but only
-    when it begins as our lines do: the file of somebody else is left as it is."""
+    when it begins as our lines do: the file of somebody else is left as it is. Lines that do not say how they were decoded pass."""
     if not out.exists() or out.stat().st_size == 0:
         return {}
     content = out.read_bytes()
     whole = content.rfind(b"\n") + 1
     done = {}
+
+    def add(row: dict[str, Any], where: str) -> None:
+        if row.get("decode", settings) != settings:
+            raise ConfigError(f"{where}: an answer decoded with {row['decode']}, not with {settings}: give another output file")
+        done[row["id"]] = row["messages"]
+
     for number, row in read_jsonl(out, whole) if whole else ():
         if not isinstance(row.get("id"), str) or "messages" not in row:
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
-        done[row["id"]] = row["messages"]
+        add(row, f"{out}:{number}")
     cut = content[whole:]
     last: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         last = json.loads(cut)
     if isinstance(last, dict) and isinstance(last.get("id"), str) and "messages" in last:  # a whole line only lacks its newline
-        with open(out, "ab") as file:
-            file.write(b"\n")
-        return done | {last["id"]: last["messages"]}
+        add(last, f"{out}: its last line")
+        with open(out, "ab") as end:
+            end.write(b"\n")
+        return done
     if last is not None or not (cut.startswith(_LINE_START) or _LINE_START.startswith(cut)):
         raise DataError(f"{out}: its last line is not one that regenerate wrote: give another output file")
     if cut:

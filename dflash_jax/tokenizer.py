@@ -101,16 +101,22 @@ class Tokenizer:
                 "load the model's Hugging Face folder, which has a tokenizer.json"
             )
         try:
-            tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-            kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-            pairs = [_pair(merge) for merge in merges]
-            vocab = {token: i for i, token in enumerate(tokens)}
-            # Llama 3 keeps words that are whole tokens, whatever the merges say (ignore_merges in its tokenizer.json).
-            backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
+            return cls._from_gguf(metadata, pre)
         except CheckpointError:
             raise
         except Exception as error:  # tokenizers raises plain Exception
             raise CheckpointError(f"the GGUF file's tokenizer data is damaged ({error}): fetch the file again") from None
+
+    @classmethod
+    def _from_gguf(cls, metadata: Mapping[str, Any], pre: str) -> "Tokenizer":
+        tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+        kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        if len(kinds) != len(tokens):
+            raise CheckpointError(f"the GGUF tokenizer has {len(tokens)} tokens but {len(kinds)} token types: fetch the file again")
+        pairs = [_pair(merge) for merge in merges]
+        vocab = {token: i for i, token in enumerate(tokens)}
+        # Llama 3 keeps words that are whole tokens, whatever the merges say (ignore_merges in its tokenizer.json).
+        backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
         backend.pre_tokenizer = _gguf_pre_tokenizer(pre)
         backend.decoder = decoders.ByteLevel()
         if pre == "qwen2":
@@ -123,6 +129,11 @@ class Tokenizer:
         backend.add_tokens(added(_USER_DEFINED))
         found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         ids = {name: int(token) for name, token in found.items() if token is not None}
+        for name, token in ids.items():
+            if not 0 <= token < len(tokens):
+                raise CheckpointError(
+                    f"the GGUF tokenizer's {name} id {token} is outside its {len(tokens)} tokens: fetch the file again"
+                )
         texts = {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos") if name in ids}
         stops = [token for name, token in ids.items() if name != "bos"]
         return cls(backend, metadata.get("tokenizer.chat_template"), dict.fromkeys(stops), texts)
@@ -143,13 +154,11 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises plain Exception
             raise CheckpointError(f"{file} is not a usable tokenizer ({error}): fetch the file again") from None
         settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several named templates
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        if (folder / "chat_template.jinja").is_file():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = _template_of(folder, settings)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        texts = {name: _token_text(settings[name]) for name in names if settings.get(name)}
+        texts = {
+            name: _token_text(settings[name], f"{folder / 'tokenizer_config.json'}: {name}") for name in names if settings.get(name)
+        }
         stops: Any = None
         for other in ("generation_config.json", "config.json"):
             if stops is None and (folder / other).is_file():
@@ -157,6 +166,8 @@ class Tokenizer:
         if stops is None and "eos_token" in texts:
             stops = backend.token_to_id(texts["eos_token"])
         stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+        if not all(type(token) is int for token in stops):
+            raise CheckpointError(f"{folder}: eos_token_id is {stops}, not an id or a list of ids: correct it")
         return cls(backend, template, stops, texts)
 
 
@@ -220,9 +231,28 @@ def _gguf_pre_tokenizer(pre: str) -> Any:
     )
 
 
-def _token_text(token: str | Mapping[str, Any]) -> str:
+def _token_text(token: Any, where: str) -> str:
     """tokenizer_config.json writes a token as text or as an object with its content."""
-    return token if isinstance(token, str) else str(token["content"])
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise CheckpointError(f"{where} is {token!r}, not a token's text: correct it, or fetch the file again")
+    return text
+
+
+def _template_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template: its own file, or in tokenizer_config.json as text or as the default of several named ones."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 text ({error}): fetch the file again") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is no text: correct it, or fetch the file again")
+    return template
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -20,11 +21,11 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, DFlashConfig, TargetConfig, check_drafter_fits, loss_decay_gamma, to_json
+from dflash_jax.config import Config, DFlashConfig, DrafterSource, TargetConfig, check_drafter_fits, loss_decay_gamma, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError
+from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
 from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_drafter, load_text_target, save_drafter
 from dflash_jax.lock import only_process
@@ -123,10 +124,13 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
         )
     elif (run_dir / "drafter").exists():
         raise ConfigError(f"{run_dir / 'drafter'} is the drafter of an earlier run: give another train.run_dir, or move it away")
-    (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
+    with named(run_dir / "config.json"):
+        (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
     taps = list(drafter.config.target_layer_ids)
     print(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
     print(f"data: {dataset.report}")
+    if config.train.features == "memory":
+        _check_memory(2 * dataset.report["tokens"] * len(taps) * target.config.hidden_size)
     print("\n".join(replicated_dimensions(drafter.params, mesh)) or f"mesh: {dict(mesh.shape)}")
     loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
     try:
@@ -140,6 +144,14 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     save_drafter(trained, run_dir / "drafter")
     print(f"drafter written to {run_dir / 'drafter'}; measure it: python -m dflash_jax bench --drafter.path {run_dir / 'drafter'}")
     return 0
+
+
+def _check_memory(needed: int) -> None:
+    """Refuse kept features that do not fit, before hours of filling the memory."""
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    print(f"features: {needed / 2**30:.1f} GiB of memory once every row was seen, of {have / 2**30:.1f}")
+    if needed > 0.9 * have:
+        raise ConfigError("train.features memory needs more memory than there is: use online, or fewer rows")
 
 
 def _check_counts(config: Config) -> None:
@@ -159,23 +171,38 @@ def _check_counts(config: Config) -> None:
 
 
 def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
-    wanted = drafter_config(config, target.config)
     size = config.drafter.draft_vocab_size
-    if not 0 <= size <= wanted.vocab_size:
-        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {wanted.vocab_size}, the vocabulary")
-    if size:
-        wanted = dataclasses.replace(wanted, draft_token_ids=dataset.frequent_tokens(size))
+    if not 0 <= size <= target.config.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.config.vocab_size}, the vocabulary")
+    few = {"draft_token_ids": dataset.frequent_tokens(size)} if size else {}
+    if config.train.init == "loaded":
+        return _loaded(config.drafter, target, few)
+    wanted = dataclasses.replace(drafter_config(config, target.config), **few)  # type: ignore[arg-type]
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
         return Drafter.random(key, wanted)
-    if config.train.init == "target":
-        return drafter_from_target(key, wanted, target, _sample(dataset))
-    if config.drafter.path is None:
+    return drafter_from_target(key, wanted, target, _sample(dataset))
+
+
+def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) -> Drafter:
+    """The drafter of `drafter.path`, float32. What training decides may change (its draft tokens only when asked for); a size or a
+    part that the run asks for, not by default, and that the drafter does not have is refused."""
+    if asked.path is None:
         raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    loaded = load_drafter(config.drafter.path, target, dtype="float32")
-    kept = {"draft_token_ids": wanted.draft_token_ids} if size else {}  # else it goes on drafting what it did
-    settings = dataclasses.replace(loaded.config, dtype=config.drafter.dtype, dropout=config.drafter.dropout, **kept)
-    return Drafter(settings, loaded.params)
+    loaded = load_drafter(asked.path, target, dtype="float32")
+    changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
+    if asked.loss_decay_gamma is not None:
+        changes["loss_decay_gamma"] = asked.loss_decay_gamma
+    for field in dataclasses.fields(asked):
+        value = getattr(asked, field.name)
+        if field.name in ("path", "draft_vocab_size", *changes) or value in (field.default, []):
+            continue
+        has = getattr(loaded.config, field.name)
+        if (tuple(value) if isinstance(value, list) else value) != has:
+            raise ConfigError(
+                f"drafter.{field.name} is {value}, but the drafter of drafter.path has {has}: leave it out, or change train.init"
+            )
+    return Drafter(dataclasses.replace(loaded.config, **changes), loaded.params)
 
 
 def _sample(dataset: ConversationDataset) -> Batch:
@@ -278,7 +305,7 @@ class _Loop:
                 position, step = self.iterator.get_state(), step + 1
                 if pending is not None:
                     window.append(self._read(*pending))
-                pending = (step, metrics, {"tokens": int(raw["length_B"].sum()), "started": started})
+                pending = (step, metrics, {"tokens": int(raw["length_B"][raw["id_B"] >= 0].sum()), "started": started})
                 bar.update()
                 due = step == self.steps
                 if due or step % train.log_every == 0:
@@ -363,5 +390,5 @@ def summarise(window: list[dict[str, Any]]) -> dict[str, Any]:
     }
     for name in ("attention_entropy_L", "context_feature_norm"):
         if name in window[-1]:
-            line[name] = window[-1][name].tolist()
+            line[name] = np.mean([values[name] for values in window], axis=0).tolist()
     return line

@@ -15,6 +15,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "float32")
 
+# Training steps are large programs that tests run a few times: optimising them costs more than half of a test's time. Decoding is
+# tested as users compile it, because its promise of equal tokens is about optimised programs.
+LIGHTLY_COMPILED = {
+    "test_bench", "test_checkpoint", "test_drafter", "test_invariants", "test_regenerate", "test_sharding", "test_train_step",
+    "test_trainer", "test_warm_start",
+}  # fmt: skip
+
 MISSING_ORACLES = [name for name in ("torch", "transformers", "dflash") if importlib.util.find_spec(name) is None]
 
 
@@ -22,6 +29,13 @@ MISSING_ORACLES = [name for name in ("torch", "transformers", "dflash") if impor
 def eight_devices():
     """Sharding tests must not pass because they ran on one device."""
     assert len(jax.devices()) >= 8, f"{len(jax.devices())} devices: XLA_FLAGS={os.environ['XLA_FLAGS']!r} was read too late"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def light_compilation(request):
+    jax.config.update("jax_disable_most_optimizations", request.module.__name__ in LIGHTLY_COMPILED)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_collection_modifyitems(config, items):

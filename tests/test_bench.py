@@ -10,6 +10,7 @@ from tiny_run import MASK, VOCAB, drafter_folder, tiny_run, tiny_target, user, w
 
 import dflash_jax.bench as module
 from dflash_jax.bench import bench
+from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import first_messages
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, PromptError
@@ -60,6 +61,53 @@ def test_report(config, capsys):
     assert (result["block_size"], result["max_new_tokens"], result["timed_prompts"]) == (4, NEW, 2)
     assert any(line.startswith("one: acceptance length ") for line in lines)
     assert any(line.startswith("two: acceptance length ") for line in lines)
+
+
+class Clock:
+    """Stands for `time_decoding`: seconds and tokens by (speculative?, dtype, prompt), and the calls in their order."""
+
+    def __init__(self, seconds, texts):
+        self.seconds, self.texts, self.calls = seconds, texts, []
+
+    def __call__(self, target, drafter, prompt, new, block_size):
+        kind, dtype = "speculative" if drafter is not None else "plain", target.config.dtype
+        assert block_size == (3 if kind == "speculative" else None)
+        assert drafter is None or drafter.config.dtype == dtype
+        self.calls.append((kind, dtype, prompt[0]))
+        tokens = self.texts(kind, dtype, prompt[0])
+        return module.Timing(tokens, len(tokens) - 1, self.seconds[kind, dtype])
+
+
+@pytest.mark.parametrize("plain_best", ["float32", "bfloat16"])
+def test_timing(config, monkeypatch, plain_best):
+    """Each kind is timed in its faster dtype, in turn, and its text is compared in the dtype that was timed."""
+    seconds = {
+        ("plain", "float32"): 2.0,
+        ("plain", "bfloat16"): 4.0,
+        ("speculative", "float32"): 3.0,
+        ("speculative", "bfloat16"): 1.0,
+    }
+    if plain_best == "bfloat16":
+        seconds["plain", "bfloat16"] = 1.5
+
+    def texts(kind, dtype, prompt):
+        """bfloat16 has another text than float32; prompt 4 has another one in wide passes."""
+        return [prompt, dtype == "bfloat16", prompt == 4 and kind == "speculative", 0, 0]
+
+    clock = Clock(seconds, texts)
+    monkeypatch.setattr(module, "time_decoding", clock)
+    config = dataclasses.replace(config, decode=DecodeConfig(block_size=3))
+    result = module._speed(tiny_target(), config, [[i, i] for i in range(5)])
+    assert (result["plain_dtype"], result["dtype"]) == (plain_best, "bfloat16")
+    assert result["plain_tokens_per_second"] == pytest.approx(4 / seconds["plain", plain_best], abs=0.01)
+    assert result["tokens_per_second"] == pytest.approx(4.0)
+    assert result["speedup"] == pytest.approx(seconds["plain", plain_best], abs=1e-3)
+    assert result["identical_timed"] == pytest.approx(4 / 5)
+    trial = [(kind, dtype, i) for i in range(3) for dtype in ("float32", "bfloat16") for kind in ("plain", "speculative")]
+    assert clock.calls[:12] == trial
+    timed = [call for call in clock.calls[12:] if call[2] >= 3]
+    twin = [("plain", "bfloat16")] if plain_best == "float32" else []  # what the text is compared with; not in the rate
+    assert [call[:2] for call in timed] == 2 * [("plain", plain_best), ("speculative", "bfloat16"), *twin]
 
 
 def test_pooled_and_macro(config, capsys, monkeypatch):

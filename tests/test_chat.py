@@ -51,7 +51,7 @@ def test_answer_without_drafter(options, capsys):
 
 
 def test_a_different_text_is_said(options, capsys, monkeypatch):
-    """The column is a comparison, not a promise."""
+    """The column is a comparison, not a promise; in float32 a difference is an error."""
     import dflash_jax.chat as module
 
     answer = module._answer
@@ -61,8 +61,13 @@ def test_a_different_text_is_said(options, capsys, monkeypatch):
         return given if drafter is not None else given._replace(tokens=[*given.tokens[:3], 7, *given.tokens[4:]])
 
     monkeypatch.setattr(module, "_answer", wrong)
-    assert serve.main([*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--compare"]) == 0
-    assert "no, from token 3 on" in capsys.readouterr().out
+    compared = [*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--compare"]
+    assert serve.main(compared) == 1
+    said = capsys.readouterr()
+    assert "no, from token 3 on" in said.out
+    assert "error: float32 texts must be equal" in said.err
+    assert serve.main([*compared, "--target.dtype", "bfloat16"]) == 0
+    assert "--target.dtype float32 is exact" in capsys.readouterr().out
 
 
 def test_config_file(options, tmp_path, capsys):

@@ -1,16 +1,14 @@
 """Checkpoints: all of the state, all or nothing, only for the run that wrote them."""
 
-import contextlib
 import gc
 import json
-import resource
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import leaves, mesh
+from tiny_run import files_of_at_most, leaves, mesh
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import DFlashConfig, OptimConfig
@@ -108,17 +106,6 @@ def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints .* give another train\.run_dir"):
         Checkpoints(tmp_path / "f" / "checkpoints", keep=1)
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """Longer writes fail in the file system, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # those of Orbax's writing threads

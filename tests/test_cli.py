@@ -70,6 +70,10 @@ def test_bad_options_are_named(argv, named, capsys):
         ("optimizer:\n  beta1: 1\n", "optimizer"),
         ("optim:\n  beta1: [1]\n", "beta1"),
         ("train: 5\n", "train"),
+        ("train:\n  log_every: null\n", "train.log_every is null: give a value, or leave it out for its default"),
+        ("data:\n  train: null\n", "data.train is null"),
+        ("drafter:\n  target_layer_ids: null\n", "drafter.target_layer_ids is null"),
+        ("bench:\n  limit:\n", "bench.limit is null"),
         ("a: [\n", "line 2"),
         ("a: [\n", "p.yaml is not YAML"),
     ],
@@ -80,6 +84,11 @@ def test_bad_presets_are_named(tmp_path, text, named, capsys):
     err = capsys.readouterr().err
     assert named in err
     assert "Traceback" not in err
+
+
+def test_null_is_a_value_where_it_has_a_meaning(tmp_path):
+    (tmp_path / "p.yaml").write_text("decode:\n  block_size: null\ndrafter:\n  path: null\n")
+    assert parse_config(["--config", str(tmp_path / "p.yaml")]).decode.block_size is None
 
 
 def test_a_preset_of_another_encoding_is_named(tmp_path, capsys):

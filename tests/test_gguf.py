@@ -12,6 +12,7 @@ from tiny_text import tiny_metadata
 from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.gguf import EMBEDDED_PACKAGE, embedded_model_path, read_gguf, unpermute_rotary
+from dflash_jax.hf import load_target
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 2, 64, 4, 2, 16, 96, 267
 SHAPES = {
@@ -261,7 +262,7 @@ def test_damage_gives_a_named_error_or_a_model(model):
             data[place] = random.integers(256)
         damaged.write_bytes(data)
         try:
-            read_gguf(damaged)
+            load_target(damaged)
         except CheckpointError:
             refused += 1
     assert refused > 20

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import tiny_run
 
 from dflash_jax.config import to_json
@@ -22,6 +23,7 @@ def command(folder, name, *options):
     config = json.loads(to_json(tiny_run.tiny_run(folder / name, train__steps=400, train__save_every=20, train__log_every=20)))
     (folder / f"{name}.yaml").write_text(json.dumps(config))
     environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"))
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     argv = [sys.executable, str(ROOT / "train.py"), "--config", str(folder / f"{name}.yaml"), *options]
     return subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -33,6 +35,7 @@ def finish(process):
     return out
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """SIGKILL after some checkpoint, then --resume: the same last parameters and metrics as a run that nobody killed."""
     straight = finish(command(tmp_path, "straight"))

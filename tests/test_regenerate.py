@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from tiny_run import tiny_target, user
+from tiny_run import files_of_at_most, tiny_target, user
 
 from dflash_jax.config import DecodeConfig
 from dflash_jax.data import tokenize_conversation
@@ -71,6 +71,33 @@ def test_an_edited_prompt_file_is_refused(target, answers):
     with pytest.raises(DataError, match="its answer to p4 is to another prompt of that id: give another output file"):
         regenerate(target, edited, answers, GREEDY, batch_size=4)
     assert answers.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_new_tokens": 25}, {"temperature": 0.5, "seed": 1}], ids=["longer answers", "sampled answers"]
+)
+def test_other_settings_do_not_join_a_file(target, answers, other):
+    before = answers.read_bytes()
+    refused = r"out\.jsonl:1: an answer decoded with \{'max_new_tokens': 24, 'target': ''\}, not with .*: give another output file"
+    with pytest.raises(ConfigError, match=refused):
+        regenerate(target, prompts(*TEXTS), answers, dataclasses.replace(GREEDY, **other), batch_size=4)
+    with pytest.raises(ConfigError, match=refused):
+        regenerate(target, prompts(*TEXTS), answers, GREEDY, batch_size=4, target_name="another")
+    assert answers.read_bytes() == before
+    # what a greedy answer does not depend on may change, and lines that do not say their settings are taken as they are
+    assert regenerate(target, prompts(*TEXTS), answers, dataclasses.replace(GREEDY, seed=5, top_k=3), batch_size=4) == 0
+    silent = answers.parent / "silent.jsonl"
+    silent.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "decode"}) + "\n" for row in rows_of(answers)))
+    assert regenerate(target, prompts(*TEXTS), silent, dataclasses.replace(GREEDY, **other), batch_size=4) == 0
+
+
+def test_a_full_disk_is_named_and_costs_nothing(target, answers, tmp_path):
+    path = tmp_path / "out.jsonl"
+    whole = answers.read_bytes()
+    with files_of_at_most(len(whole) // 2), pytest.raises(OSError, match=r"File too large: .*out\.jsonl"):
+        regenerate(target, prompts(*TEXTS), path, GREEDY, batch_size=4)
+    regenerate(target, prompts(*TEXTS), path, GREEDY, batch_size=4)
+    assert by_id(path) == by_id(answers)
 
 
 def test_half_a_character_is_refused_by_prompt(target, tmp_path):

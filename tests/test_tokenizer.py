@@ -87,6 +87,11 @@ def test_user_defined_tokens_are_kept_in_decoded_text():
         ({"tokenizer.ggml.merges": ["one"]}, "merge 'one', which is not two tokens"),
         ({"tokenizer.ggml.merges": ["no where"]}, "tokenizer data is damaged"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer data is damaged"),
+        ({"tokenizer.ggml.token_type": 5}, "tokenizer data is damaged"),
+        ({"tokenizer.ggml.token_type": [3] * 999}, r"\d+ tokens but 999 token types"),
+        ({"tokenizer.ggml.eos_token_id": 100_000}, r"the GGUF tokenizer's eos id 100000 is outside its \d+ tokens"),
+        ({"tokenizer.ggml.bos_token_id": -1}, "bos id -1 is outside"),
+        ({"tokenizer.ggml.eos_token_id": "end"}, "tokenizer data is damaged"),
     ],
 )
 def test_gguf_refusals(change, message):
@@ -174,6 +179,23 @@ def test_folder_without_or_with_broken_files(folder, tmp_path_factory):
         Tokenizer.from_folder(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable tokenizer"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja is not UTF-8 text"),
+        ("tokenizer_config.json", b'{"eos_token": 5}', r"tokenizer_config\.json: eos_token is 5, not a token's text"),
+        ("tokenizer_config.json", b'{"bos_token": {"special": true}}', "bos_token is .*, not a token's text"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', r"tokenizer_config\.json: chat_template is no text"),
+        ("tokenizer_config.json", b'{"chat_template": {"default": "x"}}', "chat_template is no text"),
+        ("generation_config.json", b'{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\], not an id or a list of ids"),
+    ],
+)
+def test_folder_with_fields_of_another_kind(folder, file, content, message):
+    (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
         Tokenizer.from_folder(folder)
 
 

@@ -16,7 +16,7 @@ import tiny_run
 from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folder, tiny_target, user, write_lines
 
 import dflash_jax.trainer as trainer
-from dflash_jax.config import Config, DecodeConfig, to_json
+from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.generate import generate
@@ -138,6 +138,26 @@ def test_metrics(whole):
     assert lines[1]["learning_rate"] < lines[0]["learning_rate"]
 
 
+def test_diagnostics_are_means_over_the_window(tmp_path, monkeypatch):
+    """And TensorBoard events are written beside them."""
+    seen = []
+    read = trainer._Loop._read
+
+    def note(self, *args):
+        seen.append(read(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(trainer._Loop, "_read", note)
+    run_dir = tmp_path / "r"
+    assert trainer.fit(tiny_run.tiny_run(run_dir, train__diagnostics=True, train__tensorboard=True)) == 0
+    for line, values in zip(metrics_of(run_dir), (seen[:2], seen[2:]), strict=True):
+        for name, shape in (("attention_entropy_L", (1,)), ("context_feature_norm", ())):
+            assert np.shape(line[name]) == shape
+            np.testing.assert_allclose(line[name], np.mean([v[name] for v in values], axis=0), rtol=1e-6)
+            assert not np.array_equal(values[0][name], values[1][name])
+    assert list((run_dir / "tensorboard").iterdir())
+
+
 def test_config_is_saved_merged(whole):
     saved = json.loads((whole / "config.json").read_text())
     assert saved == json.loads(to_json(tiny_run.tiny_run(whole)))
@@ -190,6 +210,7 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
     assert last[0]["loss"] == last[1]["loss"]
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_like_float32(tmp_path, whole):
     """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
     changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
@@ -209,6 +230,7 @@ def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
         assert kept["loss"] == pytest.approx(online["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_another_mesh_after(tmp_path, monkeypatch, whole):
     """Two steps on 2 x 2 x 2, the rest on one device: the losses of one device alone."""
     config = tiny_run.tiny_run(tmp_path / "r")
@@ -291,6 +313,7 @@ def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
 # It learns
 
 
+@pytest.mark.slow
 def test_tau_rises(tmp_path):
     """A drafter of the target's own answers to six prompts: useless at first, then more than 2.5 tokens a verify pass."""
     target = tiny_target()
@@ -346,6 +369,30 @@ def test_start_from_a_drafter(tmp_path, monkeypatch):
     stored = leaves(load_drafter(drafter_folder(), tiny_target(), dtype="float32").params)
     for ours, theirs in zip(started.values(), stored.values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_loaded_drafter_stays_what_it_is(tmp_path, monkeypatch):
+    """What training decides may change; a size that is asked for and is not there is refused, and defaults ask for nothing."""
+    seen = {}
+    monkeypatch.setattr(trainer._Loop, "run", lambda self, state: (seen.update(config=self.drafter.config), (state, False))[1])
+    loaded = {"train__init": "loaded", "drafter__path": drafter_folder()}
+    run = tiny_run.tiny_run(tmp_path / "a", **loaded, drafter__loss_decay_gamma=2.5, drafter__dropout=0.2)
+    assert trainer.fit(run) == 130
+    assert (seen["config"].loss_decay_gamma, seen["config"].dropout) == (2.5, 0.2)
+    plain = dataclasses.replace(run, drafter=DrafterSource(path=drafter_folder(), mask_token_id=MASK))
+    assert trainer.fit(dataclasses.replace(plain, train=dataclasses.replace(plain.train, run_dir=str(tmp_path / "b")))) == 130
+    stored = load_drafter(drafter_folder(), tiny_target()).config
+    for name, value in (("block_size", 5), ("num_draft_layers", 2), ("temperature", 0.5), ("learned_mask_embedding", True)):
+        with pytest.raises(
+            ConfigError, match=rf"drafter\.{name} is {value}, but the drafter of drafter\.path has {getattr(stored, name)}"
+        ):
+            trainer.fit(tiny_run.tiny_run(tmp_path / name, **loaded, **{f"drafter__{name}": value}))
+
+
+def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.os, "sysconf", lambda name: 1)
+    with pytest.raises(ConfigError, match=r"train\.features memory needs more memory than there is: use online"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
 
 
 def test_start_from_the_target(tmp_path, monkeypatch):

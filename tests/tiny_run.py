@@ -1,9 +1,11 @@
 """A whole run in small: a target folder with a tokenizer, conversations that fit it, and a config over both."""
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -108,3 +110,14 @@ def tiny_run(run_dir, **changes):
 def leaves(tree):
     """Arrays of a pytree by path, on the host."""
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Longer writes fail in the file system, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
