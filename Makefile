@@ -25,7 +25,7 @@ DEMO_PROMPTS := \
 define RISES
 import json, sys
 taus = [row["eval_acceptance_length"] for row in map(json.loads, open(sys.argv[1])) if "eval_acceptance_length" in row]
-sys.exit(0 if taus[-1] > taus[0] else f"error: the acceptance length did not rise: {taus}")
+sys.exit(0 if len(taus) > 1 and taus[-1] > taus[0] else f"error: the acceptance length did not rise: {taus}")
 endef
 export RISES
 

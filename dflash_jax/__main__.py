@@ -36,7 +36,7 @@ def regenerate_command(argv: list[str]) -> int:
     prompts = read_prompts(parsed.prompts) if parsed.prompts else packaged_prompts("train")
     target = load_text_target(config.target.path, dtype=config.target.dtype)
     try:
-        name = f"{config.target.path}, {config.target.dtype}"
+        name = f"{Path(config.target.path).name}, {config.target.dtype}"  # not the whole path: it differs from machine to machine
         written = regenerate(target, prompts[: parsed.limit or None], Path(out), config.decode, parsed.batch_size, name)
     except KeyboardInterrupt:
         print(f"\nstopped; finished answers are in {out}, and the same command continues")

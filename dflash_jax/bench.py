@@ -152,9 +152,8 @@ def _speed(target: DenseTarget, config: Config, encoded: Sequence[list[int]]) ->
             run("speculative", dtype, prompt)
     best = {kind: max(DTYPES, key=lambda dtype: rate(kind, dtype)) for kind in ("plain", "speculative")}
     for kind, dtype in best.items():
-        print(
-            f"{kind}: {', '.join(f'{d} {rate(kind, d):.1f}' for d in DTYPES)} tokens/s on {TRIAL_PROMPTS} prompts; timing {dtype}"
-        )
+        rates = ", ".join(f"{d} {rate(kind, d):.1f}" for d in DTYPES)
+        print(f"{kind}: {rates} tokens/s on {min(TRIAL_PROMPTS, len(encoded))} prompts; timing {dtype}")
     same = 0
     for index, prompt in enumerate(tqdm(encoded, unit="prompt", desc="timing")):
         if index >= TRIAL_PROMPTS:

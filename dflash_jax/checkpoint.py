@@ -89,7 +89,11 @@ def _by_name(state: TrainState) -> dict[str, Any]:
 
 def _check_identity(saved: dict[str, Any], ours: dict[str, Any], where: Path) -> None:
     keys = sorted(set(saved) | set(ours))
-    different = [f"{key}: {saved.get(key)!r} there, {ours.get(key)!r} now" for key in keys if saved.get(key) != ours.get(key)]
+    different = [
+        f"{key}: {repr(saved.get(key))[:60]} there, {repr(ours.get(key))[:60]} now"
+        for key in keys
+        if saved.get(key) != ours.get(key)
+    ]
     if different:
         raise CheckpointError(
             f"{where} belongs to another config ({'; '.join(different[:6])}): give the same values, or another train.run_dir"

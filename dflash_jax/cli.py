@@ -24,7 +24,9 @@ class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]
     def parse_args(self, args: Sequence[str], *rest: Any, **named: Any) -> Any:  # type: ignore[override]
         for file in _config_files(args):
             try:
-                yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+                content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+                if not content or (isinstance(content, dict) and not any(content.values())):
+                    self.error(f"{file} sets nothing: leave --config out, or give a section such as target with its fields")
             except OSError:
                 pass  # the parser says it well
             except UnicodeDecodeError as error:
@@ -56,13 +58,16 @@ def build_config(parsed: Any, parser: Any) -> Config:
     """The `Config` among parsed arguments."""
     for field in dataclasses.fields(Config):
         section = getattr(parsed, field.name)
+        if section is None:  # a section whose fields are all commented out
+            continue
         if not isinstance(section, jsonargparse.Namespace):
             parser.error(f"{field.name} is {section!r}, but it is a section of the config: give its fields")
         for name, kind in get_type_hints(field.type).items():  # jsonargparse takes a null of a file for any field
-            if getattr(section, name) is None and type(None) not in get_args(kind):
+            if getattr(section, name, field) is None and type(None) not in get_args(kind):
                 parser.error(f"{field.name}.{name} is null: give a value, or leave it out for its default")
     values = parser.instantiate(parsed)
-    return Config(**{field.name: getattr(values, field.name) for field in dataclasses.fields(Config)})
+    sections = {field.name: getattr(values, field.name) for field in dataclasses.fields(Config)}
+    return Config(**{name: section for name, section in sections.items() if section is not None})
 
 
 def parse_config(argv: Sequence[str], description: str = "A dflash_jax run.") -> Config:

@@ -165,7 +165,7 @@ class DFlashConfig:
             raise ConfigError(f"loss_decay_gamma is {self.loss_decay_gamma}: it must be positive (7, 5, 4 for blocks 16, 10, 8)")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}: it must lie in [0, 1)")
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ConfigError(f"temperature is {self.temperature}: it must not be negative")
         if any(low >= high for low, high in pairwise((-1, *self.draft_token_ids, self.vocab_size))):
             raise ConfigError(f"draft_token_ids must be different ids in 0..{self.vocab_size - 1}, ascending")

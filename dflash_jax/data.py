@@ -109,11 +109,12 @@ class ConversationDataset:
         return digest.hexdigest()[:16]
 
     def frequent_tokens(self, count: int) -> tuple[int, ...]:
-        """The `count` token ids that are supervised most often, ascending; of equally frequent ones the lower id comes first."""
+        """The `count` token ids that are supervised most often, or all that are, ascending; of equals the lower id comes first."""
         seen_V = np.zeros(self.vocab_size, np.int64)
         for tokens, mask in zip(self._tokens, self._masks, strict=True):
             seen_V += np.bincount(tokens[mask], minlength=self.vocab_size)
-        return tuple(sorted(np.argsort(-seen_V, kind="stable")[:count].tolist()))
+        frequent = np.argsort(-seen_V, kind="stable")[: min(count, np.count_nonzero(seen_V))]
+        return tuple(sorted(frequent.tolist()))
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The batch of a step, counted from 0 over all epochs."""

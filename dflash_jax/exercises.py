@@ -1,6 +1,6 @@
 """Small Python exercises made from parts: a signature and a docstring with examples whose results are computed here.
 
-They look like the functions that people ask a model to complete; none is a problem of an evaluation set.
+They look like the functions that people ask a model to complete. `HUMANEVAL` are those that would be problems of the evaluation.
 """
 
 import math
@@ -76,8 +76,16 @@ _SENTENCES = (
 )  # fmt: skip
 
 
+HUMANEVAL = {"only_positive": 30, "remove_vowels": 51, "count_vowels": 64}
+"""left out, with the number of the problem that asks the same or nearly so"""
+
+
 def exercises() -> Iterator[tuple[str, str]]:
     """(name, signature and docstring) of every exercise, the same ones in every Python."""
+    return ((name, text) for name, text in _all_exercises() if name not in HUMANEVAL)
+
+
+def _all_exercises() -> Iterator[tuple[str, str]]:
     for kind, (what, keep) in _NUMBERS.items():
         for verb, (returns, text, of) in _OF_NUMBERS.items():
             name = f"{verb}_{kind}"
@@ -91,8 +99,6 @@ def exercises() -> Iterator[tuple[str, str]]:
     for kind, (what, keep_letter) in _LETTERS.items():
         for verb, (returns, text, of_letters) in _OF_LETTERS.items():
             name = f"{verb}_{kind}"
-            if name == "remove_vowels":  # HumanEval/51
-                continue
             chosen = _two_sentences(name)
             body = [text.format(what), *_examples(name, [(s, of_letters(s, keep_letter)) for s in chosen])]
             yield name, _header(f"{name}(text: str) -> {returns}", body)

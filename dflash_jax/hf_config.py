@@ -40,11 +40,11 @@ class Fields:
             if default is _MISSING:
                 raise CheckpointError(f"{self.where} lacks {name!r}: add it, or fetch the file again")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1e30:
             value = float(value)
-        if type(value) is not kind:
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
             raise CheckpointError(
-                f"{self.where}: {name!r} is {value!r}, not of type {kind.__name__}: correct it, or fetch the file again"
+                f"{self.where}: {name!r} is {repr(value)[:60]}, not of type {kind.__name__}: correct it, or fetch the file again"
             )
         return value
 
@@ -56,9 +56,9 @@ class Fields:
         return value
 
     def positive(self, name: str, default: Any = _MISSING) -> Any:
-        """A positive, finite number, or the default as it is. Raises `CheckpointError`."""
+        """A positive number, or the default as it is. Raises `CheckpointError`."""
         value = self.get(name, float, default)
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        if value is not None and value <= 0:
             raise CheckpointError(f"{self.where}: {name!r} is {value}, not a positive number: correct it, or fetch the file again")
         return value
 
@@ -204,7 +204,7 @@ def read_rope(fields: Fields) -> RopeConfig:
     nested, scaling = fields.get("rope_parameters", dict, {}), fields.get("rope_scaling", dict, {})
     top = {
         "rope_theta": fields.get("rope_theta", float, None),
-        "partial_rotary_factor": fields.get("partial_rotary_factor", float, None),
+        "partial_rotary_factor": fields.positive("partial_rotary_factor", None),
     }
     found = [
         _rope_of(Fields(top | {k: v for k, v in values.items() if v is not None}, f"{fields.where}: {name}"))
@@ -218,7 +218,7 @@ def read_rope(fields: Fields) -> RopeConfig:
 
 def check_rotated_dims(rope: RopeConfig, head_dim: int, where: str) -> None:
     """Refuse a share of each head that is no whole number of pairs. Raises `CheckpointError`."""
-    rotated = int(head_dim * rope.partial_rotary_factor)
+    rotated = int(head_dim * min(rope.partial_rotary_factor, 2.0))
     if rotated % 2 or not 0 < rotated <= head_dim:
         raise CheckpointError(
             f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotated} of {head_dim} dimensions a head: "
@@ -232,7 +232,7 @@ def _rope_of(fields: Fields) -> RopeConfig:
     theta = fields.positive("rope_theta")
     if theta <= 1:
         raise CheckpointError(f"{fields.where}: 'rope_theta' is {theta}, but it must exceed 1: correct it, or fetch the file again")
-    rope = RopeConfig(theta=theta, partial_rotary_factor=fields.get("partial_rotary_factor", float, 1.0))
+    rope = RopeConfig(theta=theta, partial_rotary_factor=fields.positive("partial_rotary_factor", 1.0))
     if kind == "linear":
         rope = dataclasses.replace(rope, type="linear", factor=fields.positive("factor"))
     elif kind == "llama3":

@@ -12,7 +12,8 @@ from dflash_jax.hf_config import IGNORED_KEYS, Fields, check_rotated_dims, read_
 
 ARCHITECTURE = "DFlashDraftModel"
 OWN_ARCHITECTURE = "DFlashJaxDraftModel"
-"""for drafters with their own embedding, head or mask, which other engines would silently replace by the target's"""
+"""for drafters with their own embedding, head or mask, which other engines would silently replace by the target's, and for those
+that draft some tokens only: others would draft from all, which training did not teach"""
 ARCHITECTURES = (ARCHITECTURE, OWN_ARCHITECTURE, "DFlashForCausalLM")
 
 # Drafters of the same family with parts that we do not have: words in tensor names, config fields and architecture names.
@@ -53,7 +54,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
         return outer if inner is None else inner if inner is not None else default
 
     architectures = top.get("architectures", list, [ARCHITECTURE])
-    if not set(architectures) & set(ARCHITECTURES):
+    if not any(name in ARCHITECTURES for name in architectures):
         raise CheckpointError(f"{where}: architectures {architectures} are no DFlash drafter (that is {ARCHITECTURE})")
     if top.get("model_type", str, "qwen3") != "qwen3":
         raise CheckpointError(f"{where}: model_type {values['model_type']!r} is not supported: drafters are qwen3 for every target")
@@ -116,7 +117,7 @@ def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     if len(windows) > 1:
         raise ConfigError(f"sliding_window {list(config.sliding_window)}: z-lab's layout has one size for all sliding layers")
     rope = rope_to_json(config.rope)
-    differs = config.own_embedding or config.own_head or config.learned_mask_embedding
+    differs = config.own_embedding or config.own_head or config.learned_mask_embedding or config.draft_token_ids
     values: dict[str, Any] = {
         "architectures": [OWN_ARCHITECTURE if differs else ARCHITECTURE],
         "model_type": "qwen3",

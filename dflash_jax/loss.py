@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.blocks import slot_weights
 from dflash_jax.layers import product
 
+NEVER = 1e9
+"""the cross-entropy of a label that is never drafted: a miss of probability 0 that teaches nothing"""
+
 
 class Candidates(NamedTuple):
     """A part of the vocabulary that a loss is over: the tokens that are drafted at all (`draft_vocabulary`), or a random part that
@@ -54,13 +57,14 @@ class Objective(NamedTuple):
     confidences, divided by the number of supervised slots (D-PACE, arXiv 2605.18810)"""
 
     def weights(self, entropy_AJ: Float[Array, "A J"], supervised_AJ: Float[Array, "A J"]) -> Float[Array, "A J"]:
-        """Weights of the drafted slots of blocks, without gradient; `supervised` is 1 or 0."""
+        """Weights of the drafted slots of blocks, without gradient; `supervised` is 1 or 0. A label of `NEVER` weighs nothing."""
+        learned_AJ = supervised_AJ * (entropy_AJ < NEVER).astype(jnp.float32)
         if self.kind == "decay":
-            return supervised_AJ * slot_weights(entropy_AJ.shape[1] + 1, self.gamma_decay)[None, 1:]
+            return learned_AJ * slot_weights(entropy_AJ.shape[1] + 1, self.gamma_decay)[None, 1:]
         # Slot j counts as much as the prefixes that end at j or later are likely; halved towards 1, so that late slots learn too.
         likely_AJ = jnp.where(supervised_AJ > 0, 0.5 + 0.5 * jnp.exp(-jax.lax.stop_gradient(entropy_AJ)), 1.0)
-        prefix_AJ = jnp.cumprod(likely_AJ, axis=1) * supervised_AJ
-        return supervised_AJ * jnp.flip(jnp.cumsum(jnp.flip(prefix_AJ, 1), axis=1), 1)
+        prefix_AJ = jnp.cumprod(likely_AJ, axis=1) * learned_AJ
+        return learned_AJ * jnp.flip(jnp.cumsum(jnp.flip(prefix_AJ, 1), axis=1), 1)
 
 
 class LossSums(NamedTuple):
@@ -116,17 +120,13 @@ def loss_sums(
     correct_BAK: Bool[Array, "B A K"],
     supervised_BAK: Bool[Array, "B A K"],
     objective: Objective,
-    known_BAK: Bool[Array, "B A K"] | None = None,
 ) -> LossSums:
-    """Sums from each slot's cross-entropy and whether its argmax is the label.
-
-    `known_BAK`: false where the label cannot be drafted. Nothing is learned from such a slot, but as a miss it counts.
-    """
+    """Sums from each slot's cross-entropy and whether its argmax is the label. A slot of entropy `NEVER` counts as a miss only."""
     slots = entropy_BAK.shape[-1]
     counted_BAK = supervised_BAK & (jnp.arange(slots) > 0)[None, None]
     count_BAK = counted_BAK.astype(jnp.float32)
-    mask_BAK = count_BAK if known_BAK is None else count_BAK * known_BAK.astype(jnp.float32)
-    weight_AJ = objective.weights(*(x[:, :, 1:].reshape(-1, slots - 1) for x in (entropy_BAK, mask_BAK)))
+    mask_BAK = count_BAK * (entropy_BAK < NEVER).astype(jnp.float32)
+    weight_AJ = objective.weights(*(x[:, :, 1:].reshape(-1, slots - 1) for x in (entropy_BAK, count_BAK)))
     weight_BAK = jnp.pad(weight_AJ.reshape(*mask_BAK.shape[:2], slots - 1), ((0, 0), (0, 0), (1, 0)))
     hits_BAK = (correct_BAK & counted_BAK).astype(jnp.float32)
     # A slot that is not supervised ends the prefix: decoding could not have been checked beyond it.
@@ -167,9 +167,7 @@ def head_loss(
     rows_ND = hidden_BAKD[:, :, 1:].reshape(-1, hidden_BAKD.shape[-1])
     labels_N = labels_BAK[:, :, 1:].reshape(-1)
     bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
-    known_BAK = jnp.ones_like(supervised_BAK)
     if candidates is not None:
-        known_BAK = candidates.place_V[labels_BAK] >= 0
         head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
     # whole blocks in a chunk: the weights of a block's slots may depend on one another
     chunk = min(max(logit_chunk // (slots - 1), 1) * (slots - 1), rows_ND.shape[0])
@@ -177,7 +175,7 @@ def head_loss(
     pad = chunks * chunk - rows_ND.shape[0]
     rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
     labels_N = jnp.pad(labels_N, (0, pad))
-    supervised_N = jnp.pad((supervised_BAK & known_BAK)[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
+    supervised_N = jnp.pad(supervised_BAK[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
     how = _How(chunk, slots - 1, objective, dtype)
     run = _frozen_head if frozen else _trained_head
     weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
@@ -186,7 +184,7 @@ def head_loss(
         x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
         return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
 
-    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective, known_BAK)
+    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective)
     return sums._replace(weighted=weighted)
 
 
@@ -206,8 +204,8 @@ def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Arra
     """Logits, log-normaliser, cross-entropy and correctness of one chunk."""
     logits_CV = product("nd,vd->nv", rows_CD, head_VD, dtype) + bias_V[None]
     top_C = jax.nn.logsumexp(logits_CV, axis=-1)
-    # a label of -1 (never drafted) has weight 0 and equals no argmax
     entropy_C = top_C - jnp.take_along_axis(logits_CV, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
+    entropy_C = jnp.where(labels_C < 0, NEVER, entropy_C)
     return logits_CV, top_C, entropy_C, jnp.argmax(logits_CV, axis=-1) == labels_C
 
 

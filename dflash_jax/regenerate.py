@@ -195,14 +195,16 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, s
         done[row["id"]] = row["messages"]
 
     for number, row in read_jsonl(out, whole) if whole else ():
-        if not isinstance(row.get("id"), str) or "messages" not in row:
+        if not isinstance(row.get("id"), str) or not isinstance(row.get("messages"), list):
             raise DataError(f"{out}:{number}: not a line that regenerate wrote: give another output file")
         add(row, f"{out}:{number}")
     cut = content[whole:]
     last: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         last = json.loads(cut)
-    if isinstance(last, dict) and isinstance(last.get("id"), str) and "messages" in last:  # a whole line only lacks its newline
+    if (
+        isinstance(last, dict) and isinstance(last.get("id"), str) and isinstance(last.get("messages"), list)
+    ):  # a whole line only lacks its newline
         add(last, f"{out}: its last line")
         with open(out, "ab") as end:
             end.write(b"\n")

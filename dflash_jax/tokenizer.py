@@ -80,7 +80,7 @@ class Tokenizer:
                 self._template = _environment().from_string(self.chat_template)
             names = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
             return str(self._template.render(self.special_tokens | names))
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template refuses this conversation ({error}): check its roles and contents") from None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
@@ -234,7 +234,7 @@ def _gguf_pre_tokenizer(pre: str) -> Any:
 def _token_text(token: Any, where: str) -> str:
     """tokenizer_config.json writes a token as text or as an object with its content."""
     text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
+    if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
         raise CheckpointError(f"{where} is {token!r}, not a token's text: correct it, or fetch the file again")
     return text
 
@@ -249,7 +249,7 @@ def _template_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
             raise CheckpointError(f"{file} is not UTF-8 text ({error}): fetch the file again") from None
     template = settings.get("chat_template")
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str | None):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is no text: correct it, or fetch the file again")
     return template

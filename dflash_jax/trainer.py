@@ -128,6 +128,9 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
         (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
     taps = list(drafter.config.target_layer_ids)
     print(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
+    d = drafter.config
+    drafts = f"{len(d.draft_token_ids)} of {d.vocab_size} tokens" if d.draft_token_ids else "all tokens"
+    print(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
     print(f"data: {dataset.report}")
     if config.train.features == "memory":
         _check_memory(2 * dataset.report["tokens"] * len(taps) * target.config.hidden_size)
@@ -193,9 +196,11 @@ def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) 
     changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
     if asked.loss_decay_gamma is not None:
         changes["loss_decay_gamma"] = asked.loss_decay_gamma
+    overruled = {"mask_token_id"} if asked.learned_mask_embedding else set()  # as in `drafter_config`
+    overruled |= {"num_target_sampled_layers"} if asked.target_layer_ids else set()
     for field in dataclasses.fields(asked):
         value = getattr(asked, field.name)
-        if field.name in ("path", "draft_vocab_size", *changes) or value in (field.default, []):
+        if field.name in {"path", "draft_vocab_size", *changes, *overruled} or value in (field.default, []):
             continue
         has = getattr(loaded.config, field.name)
         if (tuple(value) if isinstance(value, list) else value) != has:

@@ -16,6 +16,8 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, PromptError
 from dflash_jax.generate import generate
 
+pytestmark = pytest.mark.one_cell
+
 TEXTS = ["a", "hello", "12 xyz"]
 NEW = 12
 

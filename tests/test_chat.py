@@ -10,6 +10,8 @@ import serve
 from dflash_jax.cli import run
 from dflash_jax.generate import generate
 
+pytestmark = pytest.mark.one_cell
+
 NEW = 12
 
 

@@ -1,5 +1,6 @@
 """Command lines: merged configs, errors that people can act on, and the commands of `python -m dflash_jax`."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from dflash_jax import errors
 from dflash_jax.cli import parse_config, run
 from dflash_jax.config import Config, DataConfig
 from dflash_jax.generate import generate
+
+pytestmark = pytest.mark.one_cell
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,6 +77,8 @@ def test_bad_options_are_named(argv, named, capsys):
         ("data:\n  train: null\n", "data.train is null"),
         ("drafter:\n  target_layer_ids: null\n", "drafter.target_layer_ids is null"),
         ("bench:\n  limit:\n", "bench.limit is null"),
+        ("# only words\n", "p.yaml sets nothing: leave --config out"),
+        ("drafter:\n", "p.yaml sets nothing"),
         ("a: [\n", "line 2"),
         ("a: [\n", "p.yaml is not YAML"),
     ],
@@ -84,6 +89,15 @@ def test_bad_presets_are_named(tmp_path, text, named, capsys):
     err = capsys.readouterr().err
     assert named in err
     assert "Traceback" not in err
+
+
+def test_an_empty_section_takes_the_defaults(tmp_path):
+    preset = tmp_path / "p.yaml"
+    preset.write_text("target:\n  path: x\ndrafter:\n  # path: y\n")
+    config = parse_config(["--config", str(preset)])
+    assert (config.target.path, config.drafter) == ("x", Config().drafter)
+    config = parse_config(["--config", str(preset), "--drafter.block_size", "4"])
+    assert config.drafter == dataclasses.replace(Config().drafter, block_size=4)
 
 
 def test_null_is_a_value_where_it_has_a_meaning(tmp_path):

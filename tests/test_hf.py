@@ -156,6 +156,7 @@ REFUSED = {
     "unknown own field": ({"nested": {"dflash_jax": {"tree_width": 2}}}, "dflash_jax has fields .* tree_width"),
     "window without size": ({"layer_types": ["sliding_attention"] * 2}, "has sliding layers: add sliding_window"),
     "layer types": ({"layer_types": ["full_attention"]}, "is not 2 of full_attention"),
+    "architecture of no text": ({"architectures": [["x"]]}, "are no DFlash drafter"),
     "layer types of no text": ({"layer_types": [{}, {}]}, "is not 2 of full_attention"),
     "draft tokens of no number": ({"nested": {"dflash_jax": {"draft_token_ids": ["a"]}}}, "draft_token_ids must be whole numbers"),
     "two windows": (SLIDING | {"nested": {"use_swa": True, "swa_window_size": 8}}, "swa_window_size is 8"),

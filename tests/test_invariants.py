@@ -9,7 +9,7 @@ import dflash_jax.drafter as drafter
 import dflash_jax.invariants as invariants
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_all_hold(capsys):
     assert invariants.check_invariants() == 0
     lines = capsys.readouterr().out.strip().splitlines()

@@ -221,13 +221,24 @@ def test_a_label_that_is_never_drafted_is_a_miss_that_teaches_nothing(frozen, ob
     options = {"frozen": frozen, "logit_chunk": 7, "objective": objective}
     (_, sums), (grad, _) = value_and_gradient(hidden, head, labels, supervised, draft_vocabulary(ids, V), **options)
     reduced = head[jnp.asarray(ids)]
-    wanted = plain_sums(hidden, reduced, labels // 2, supervised & known, objective)
-    for name in ("weighted", "weight", "unweighted", "slots"):
-        np.testing.assert_allclose(getattr(sums, name), getattr(wanted, name), rtol=1e-5, err_msg=name)
-    wanted_grad = jax.grad(lambda hidden: 3.0 * plain_sums(hidden, reduced, labels // 2, supervised & known, objective).weighted)(
-        hidden
-    )
-    np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+
+    def entropy(hidden):
+        return -jnp.take_along_axis(jax.nn.log_softmax(hidden @ reduced.T), (labels // 2)[..., None], axis=-1)[..., 0]
+
+    weights, chances = np.zeros((B, A, K)), np.exp(-np.asarray(entropy(hidden))) * np.asarray(known)
+    for b, a in np.ndindex(B, A):
+        slots = [k for k in range(1, K) if supervised[b, a, k]]
+        learned = [k for k in slots if known[b, a, k]]
+        prefix = dict(zip(slots, np.cumprod([0.5 + 0.5 * chances[b, a, k] for k in slots]), strict=True))
+        for k in learned:
+            weights[b, a, k] = np.exp(-(k - 1) / GAMMA) if objective == DECAY else sum(prefix[j] for j in learned if j >= k)
+    wanted, wanted_grad = jax.value_and_grad(lambda hidden: (jnp.asarray(weights, jnp.float32) * entropy(hidden)).sum())(hidden)
+    np.testing.assert_allclose(sums.weighted, wanted, rtol=1e-5)
+    np.testing.assert_allclose(grad, 3.0 * wanted_grad, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sums.weight, weights.sum() if objective == DECAY else (weights > 0).sum(), rtol=1e-5)
+    plain = plain_sums(hidden, reduced, labels // 2, supervised & known, objective)
+    for name in ("unweighted", "slots"):
+        np.testing.assert_allclose(getattr(sums, name), getattr(plain, name), rtol=1e-5, err_msg=name)
     hits = (2 * np.asarray(hidden @ reduced.T).argmax(-1) == np.asarray(labels)) & np.asarray(supervised)
     counted = np.asarray(supervised)[..., 1:]
     assert float(sums.accepted) == np.cumprod(hits[..., 1:], axis=-1).sum()

@@ -35,7 +35,7 @@ def finish(process):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """SIGKILL after some checkpoint, then --resume: the same last parameters and metrics as a run that nobody killed."""
     straight = finish(command(tmp_path, "straight"))

@@ -8,8 +8,10 @@ import pytest
 
 from dflash_jax import prompts, topics
 from dflash_jax.errors import DataError
-from dflash_jax.exercises import exercises
+from dflash_jax.exercises import HUMANEVAL, _all_exercises, exercises
 from dflash_jax.prompts import EVAL_SETS, TRAIN_SETS, packaged_prompts, prompt_key
+
+pytestmark = pytest.mark.one_cell
 
 
 def test_evaluation_prompts_are_not_in_training():
@@ -22,7 +24,9 @@ def test_evaluation_prompts_are_not_in_training():
     assert len(subjects) >= 5
     kinds = ("TOPICS", "ACTIVITIES", "PAIRS", "MESSAGES", "CODE_TASKS")
     every = {subject for kind in kinds for subject in getattr(topics, kind) if prompts._is_held_out(subject)}
-    assert not every & {subject for kind in kinds for subject in getattr(topics, f"MORE_{kind}")}
+    more = {subject for kind in kinds for subject in getattr(topics, f"MORE_{kind}")}
+    words = {subject: f" {subject.removeprefix('the ')} " for subject in more | every}
+    assert not [(ours, held) for ours in more for held in every if words[ours] in words[held] or words[held] in words[ours]]
     sentences = {t.format(s) for s in subjects for t in topics.TOPIC_TEMPLATES + topics.CODE_TEMPLATES}
     assert not sentences & {p["turns"][0] for p in train}
 
@@ -91,8 +95,14 @@ def test_examples_of_exercises_are_right(name):
 def test_exercises_are_no_humaneval_problems():
     ours = [name for name, _ in exercises()]
     assert len(set(ours)) == len(ours)
-    problems = " ".join(p["turns"][0] for p in packaged_prompts("eval", ["humaneval"]))
-    assert not [name for name in ours if f"def {name}(" in problems]
+    problems = packaged_prompts("eval", ["humaneval"])
+    assert not [name for name in ours for p in problems if f"def {name}(" in p["turns"][0]]
+    assert not set(HUMANEVAL) & set(ours)
+    every = dict(_all_exercises())
+    for name, number in HUMANEVAL.items():
+        (problem,) = [p["turns"][0] for p in problems if p["id"] == f"HumanEval/{number}"]
+        assert name in every
+        assert name.split("_")[1] in problem
 
 
 def test_function_headers_stand_alone(tmp_path):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_the_example_runs(capsys, monkeypatch):
     """The real model and the shipped drafter; only the answer is shorter."""
     monkeypatch.chdir(ROOT)

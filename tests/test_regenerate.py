@@ -14,6 +14,8 @@ from dflash_jax.lock import only_process
 from dflash_jax.regenerate import regenerate
 from dflash_jax.targets import DenseTarget
 
+pytestmark = pytest.mark.one_cell
+
 STOPS = (2, *range(20, 40))
 """Enough of the vocabulary that random answers end at different lengths"""
 GREEDY = DecodeConfig(max_new_tokens=24)
@@ -244,9 +246,10 @@ def test_sampled_answers_do_not_depend_on_their_batch(target, tmp_path):
 
 def test_a_file_of_something_else_is_left_alone(target, tmp_path):
     path = tmp_path / "out.jsonl"
-    path.write_text('{"turns": ["a"]}\n')
-    with pytest.raises(DataError, match=r"out\.jsonl:1: not a line that regenerate wrote: give another output file"):
-        regenerate(target, prompts("a"), path, GREEDY, batch_size=2)
+    for theirs in ('{"turns": ["a"]}\n', '{"id": "p0", "messages": null}\n', '{"id": "p0", "messages": {}}\n'):
+        path.write_text(theirs)
+        with pytest.raises(DataError, match=r"out\.jsonl:1: not a line that regenerate wrote: give another output file"):
+            regenerate(target, prompts("a"), path, GREEDY, batch_size=2)
     for theirs in ('{"turns": ["a"]}', "a note without a newline", '{"turns": ["a"]}\n{"turns": ["b"]}', "note\nnote"):
         path.write_text(theirs)
         with pytest.raises(DataError, match=r"out\.jsonl.*: give another output file|out\.jsonl:1: not valid JSON"):

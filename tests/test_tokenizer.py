@@ -190,6 +190,7 @@ def test_folder_without_or_with_broken_files(folder, tmp_path_factory):
         ("tokenizer_config.json", b'{"bos_token": {"special": true}}', "bos_token is .*, not a token's text"),
         ("tokenizer_config.json", b'{"chat_template": ["x"]}', r"tokenizer_config\.json: chat_template is no text"),
         ("tokenizer_config.json", b'{"chat_template": {"default": "x"}}', "chat_template is no text"),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', "eos_token is .*, not a token's text"),
         ("generation_config.json", b'{"eos_token_id": ["</s>"]}', r"eos_token_id is \['</s>'\], not an id or a list of ids"),
     ],
 )

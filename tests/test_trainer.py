@@ -210,7 +210,7 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
     assert last[0]["loss"] == last[1]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_bfloat16_trains_like_float32(tmp_path, whole):
     """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
     changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
@@ -230,7 +230,7 @@ def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
         assert kept["loss"] == pytest.approx(online["loss"], rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_eight_devices_and_another_mesh_after(tmp_path, monkeypatch, whole):
     """Two steps on 2 x 2 x 2, the rest on one device: the losses of one device alone."""
     config = tiny_run.tiny_run(tmp_path / "r")
@@ -313,7 +313,7 @@ def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
 # It learns
 
 
-@pytest.mark.slow
+@pytest.mark.one_cell
 def test_tau_rises(tmp_path):
     """A drafter of the target's own answers to six prompts: useless at first, then more than 2.5 tokens a verify pass."""
     target = tiny_target()
@@ -401,6 +401,7 @@ def test_start_from_the_target(tmp_path, monkeypatch):
     np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
 
 
+@pytest.mark.one_cell
 def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path):
     config = tiny_run.tiny_run(tmp_path / "r", drafter__draft_vocab_size=5, train__steps=1)
     assert trainer.fit(config) == 0

@@ -39,9 +39,9 @@ SHARED = {
     "sliding, causal": {"sliding_window": (4, None), "causal": (True, False)},
     "sliding, bidirectional": {"sliding_window": (4, 4), "causal": (False, False)},
     "full, causal": {"causal": (True, True)},
-    "few tokens": {"draft_token_ids": (0, 3, 7)},
 }
 OWN = {
+    "few tokens": {"draft_token_ids": (0, 3, 7)},
     "partial rotary": {"rope": RopeConfig(1e4, partial_rotary_factor=0.25)},
     "training settings": {"dropout": 0.1, "temperature": 0.7, "loss_decay_gamma": 1.25},
     "own embedding, another width": {"draft_hidden_dim": 16, "own_embedding": True, "own_head": True},
