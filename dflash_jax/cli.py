@@ -58,16 +58,16 @@ def build_config(parsed: Any, parser: Any) -> Config:
     """The `Config` among parsed arguments."""
     for field in dataclasses.fields(Config):
         section = getattr(parsed, field.name)
-        if section is None:  # a section whose fields are all commented out
-            continue
+        if section is None:  # its fields are all commented out
+            section = jsonargparse.Namespace()
+            setattr(parsed, field.name, section)
         if not isinstance(section, jsonargparse.Namespace):
             parser.error(f"{field.name} is {section!r}, but it is a section of the config: give its fields")
         for name, kind in get_type_hints(field.type).items():  # jsonargparse takes a null of a file for any field
             if getattr(section, name, field) is None and type(None) not in get_args(kind):
                 parser.error(f"{field.name}.{name} is null: give a value, or leave it out for its default")
     values = parser.instantiate(parsed)
-    sections = {field.name: getattr(values, field.name) for field in dataclasses.fields(Config)}
-    return Config(**{name: section for name, section in sections.items() if section is not None})
+    return Config(**{field.name: getattr(values, field.name) for field in dataclasses.fields(Config)})
 
 
 def parse_config(argv: Sequence[str], description: str = "A dflash_jax run.") -> Config:

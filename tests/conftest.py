@@ -34,7 +34,7 @@ def eight_devices():
 @pytest.fixture(scope="module", autouse=True)
 def light_compilation(request):
     light = request.module.__name__ in LIGHTLY_COMPILED
-    if light != jax.config.jax_disable_most_optimizations:
+    if light != jax.config.values["jax_disable_most_optimizations"]:
         jax.clear_caches()  # a compiled function does not remember how it was compiled
         jax.config.update("jax_disable_most_optimizations", light)
 
