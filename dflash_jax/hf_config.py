@@ -42,7 +42,7 @@ class Fields:
             return default
         if kind is float and type(value) is int and abs(value) < 1e30:
             value = float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise CheckpointError(
                 f"{self.where}: {name!r} is {repr(value)[:60]}, not of type {kind.__name__}: correct it, or fetch the file again"
             )
