@@ -237,7 +237,7 @@ class DrafterSource:
     loss_decay_gamma: float | None = None
     """slot weight decay; None takes the paper's for the block size (7, 5, 4 for 16, 10, 8)"""
     draft_vocab_size: int = 0
-    """learn and draft only this many tokens, the most frequent of the training text; 0: all. 4096 pay on CPUs (98 % of answers)"""
+    """learn and draft only this many tokens, the most frequent of the training text; 0: all. 4096 pay on CPUs (1 % less tau)"""
     draft_hidden_dim: int = 0
     """another width than the target's needs own_embedding and own_head"""
     mlp_dim: int = 0

@@ -176,33 +176,21 @@ def _chat() -> Iterator[Prompt]:
 
 
 def _topic_prompts() -> Iterator[tuple[str, str, str]]:
-    """(subject, id, text) of all sentences."""
-    for subjects, kind in (
-        (topics.TOPICS, "topic"),
-        (topics.ACTIVITIES, "activity"),
-        (topics.PAIRS, "pair"),
-        (topics.MESSAGES, "message"),
-        (topics.CODE_TASKS, "code"),
-    ):
-        yield from _sentences(kind, subjects)
-
-
-def _sentences(kind: str, subjects: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    for subject in subjects:
-        for number, template in enumerate(topics.TEMPLATES[kind]):
-            yield subject, f"{kind}/{number}/{subject}", template.format(subject)
+    """(subject, id, text) of all sentences with subjects of which some are held out."""
+    for kind, (subjects, _, templates) in topics.KINDS.items():
+        yield from _sentences(kind, subjects, templates)
 
 
 def _more() -> Iterator[Prompt]:
-    for subjects, kind in (
-        (topics.MORE_TOPICS, "topic"),
-        (topics.MORE_ACTIVITIES, "activity"),
-        (topics.MORE_PAIRS, "pair"),
-        (topics.MORE_MESSAGES, "message"),
-        (topics.MORE_CODE_TASKS, "code"),
-    ):
-        for _, name, text in _sentences(kind, subjects):
+    for kind, (_, subjects, templates) in topics.KINDS.items():
+        for _, name, text in _sentences(kind, subjects, templates):
             yield Prompt(id=name, set="more", turns=[text])
+
+
+def _sentences(kind: str, subjects: tuple[str, ...], templates: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    for subject in subjects:
+        for number, template in enumerate(templates):
+            yield subject, f"{kind}/{number}/{subject}", template.format(subject)
 
 
 def _exercises() -> Iterator[Prompt]:

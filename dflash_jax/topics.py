@@ -244,10 +244,11 @@ counts islands in a grid | flattens a dictionary | deep-copies a nested list | t
 prints a matrix in spiral order | checks whether a matrix is symmetric | checks a Sudoku row | draws a square with turtle graphics
 """)
 
-TEMPLATES = {
-    "topic": TOPIC_TEMPLATES,
-    "activity": ACTIVITY_TEMPLATES,
-    "pair": PAIR_TEMPLATES,
-    "message": MESSAGE_TEMPLATES,
-    "code": CODE_TEMPLATES,
+KINDS = {
+    "topic": (TOPICS, MORE_TOPICS, TOPIC_TEMPLATES),
+    "activity": (ACTIVITIES, MORE_ACTIVITIES, ACTIVITY_TEMPLATES),
+    "pair": (PAIRS, MORE_PAIRS, PAIR_TEMPLATES),
+    "message": (MESSAGES, MORE_MESSAGES, MESSAGE_TEMPLATES),
+    "code": (CODE_TASKS, MORE_CODE_TASKS, CODE_TEMPLATES),
 }
+"""subjects of which some are held out, subjects for training only, and the sentences of both"""
