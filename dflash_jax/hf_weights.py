@@ -24,6 +24,9 @@ from dflash_jax.errors import CheckpointError, ConfigError
 # plain attributes: their tensor is NAME.weight, not transposed.
 LEAF_RULES = {"kernel": (".weight", True), "scale": (".weight", False), "bias": (".bias", False)}
 
+# Tables of a reduced draft vocabulary, which hold no parameters: place -> token id - place, and whether a token is drafted.
+VOCABULARY_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
@@ -170,9 +173,10 @@ def safetensors_tensors(folder: Path) -> list[Tensor]:
             raise CheckpointError(f"{file} is not a usable safetensors file, or is cut short ({error}): fetch it again") from None
         for name in handle.keys():  # noqa: SIM118  (not a mapping)
             view = handle.get_slice(name)
-            if view.get_dtype() not in ("F32", "F16", "BF16"):
+            kinds = VOCABULARY_TENSORS.get(name.removeprefix("model."), ("F32", "F16", "BF16"))
+            if view.get_dtype() not in kinds:
                 raise CheckpointError(
-                    f"{file}: {name} is stored as {view.get_dtype()}; only F32, F16 and BF16 are read: take an unquantised one"
+                    f"{file}: {name} is stored as {view.get_dtype()}; only {', '.join(kinds)} are read: take an unquantised one"
                 )
             if name in found:
                 raise CheckpointError(f"{file}: {name} is also in another weight file: remove one of them")

@@ -128,7 +128,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize(("changes", "windows", "causal"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_each_layer(folder, target, changes, windows, causal):
-    edit(folder, **changes)
+    edit(folder, **{"is_causal": None} | changes)
     config = load_drafter(folder, target).config
     assert (config.sliding_window, config.causal) == (windows, causal)
 
@@ -142,29 +142,35 @@ def test_prefixed_names(folder, target):
 
 REFUSED = {
     "no depth": ({"without": ("num_target_layers",)}, "lacks 'num_target_layers'"),
-    "no taps": ({"nested_without": ("target_layer_ids",)}, "target_layer_ids in dflash_config is None: add the layers"),
-    "no block size": ({"without": ("block_size",), "nested_without": ("block_size",)}, "lacks block_size"),
-    "two block sizes": ({"block_size": 8}, "block_size is 8 at the top and 6 in dflash_config"),
+    "no taps": ({"without": ("target_layer_ids",), "nested_without": ("target_layer_ids",)}, "lacks 'target_layer_ids'"),
+    "no block size": ({"without": ("block_size",), "nested_without": ("block_size",)}, "lacks 'block_size'"),
+    "two block sizes": ({"block_size": 8}, "block_size is 8 and dflash_config.block_size is 6: make them agree"),
     "no theta": ({"without": ("rope_theta", "rope_parameters")}, "lacks 'rope_theta'"),
     "no head size": ({"without": ("head_dim",)}, "lacks 'head_dim'"),
     "scaled embedding": ({"nested": {"input_embedding_scale": 5.0}}, "input_embedding_scale 5.0 is not supported"),
     "scaled logits": ({"output_multiplier": 0.5}, "output_multiplier 0.5 is not supported"),
     "capped logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
-    "reduced head": ({"draft_vocab_size": 32}, "draft_vocab_size 32 is not supported"),
+    "reduced head": ({"draft_vocab_size": 32}, "draft_vocab_size is 32, but the weights draft all tokens"),
     "unknown field": ({"residual_scale": 2.0}, "residual_scale = 2.0"),
-    "unknown nested field": ({"nested": {"sample_from_anchor": True}}, "dflash_config has fields .* sample_from_anchor"),
+    "unknown nested field": ({"nested": {"denoising_steps": 2}}, "dflash_config has fields .* denoising_steps"),
+    "slot 0 drafts too": ({"nested": {"sample_from_anchor": True}}, "sample_from_anchor True is not supported"),
     "unknown own field": ({"nested": {"dflash_jax": {"tree_width": 2}}}, "dflash_jax has fields .* tree_width"),
     "window without size": ({"layer_types": ["sliding_attention"] * 2}, "has sliding layers: add sliding_window"),
     "layer types": ({"layer_types": ["full_attention"]}, "is not 2 of full_attention"),
     "architecture of no text": ({"architectures": [["x"]]}, "are no DFlash drafter"),
     "layer types of no text": ({"layer_types": [{}, {}]}, "is not 2 of full_attention"),
     "draft tokens of no number": ({"nested": {"dflash_jax": {"draft_token_ids": ["a"]}}}, "draft_token_ids must be whole numbers"),
-    "two windows": (SLIDING | {"nested": {"use_swa": True, "swa_window_size": 8}}, "swa_window_size is 8"),
-    "two causalities": ({"is_causal": True, "nested": {"causal": False}}, "is_causal is True and causal is False"),
+    "two windows": (SLIDING | {"is_causal": None} | {"nested": {"use_swa": True, "swa_window_size": 8}}, "swa_window_size is 8"),
+    "two causalities": ({"is_causal": True, "nested": {"causal": False}}, "is_causal is True and dflash_config.causal is False"),
     "DFlash 2 by field": ({"nested": {"selector_rank": 8}}, "is a DFlash 2 drafter"),
     "DFlash 2 by class": ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash 2 drafter"),
     "DSpark by field": ({"markov_rank": 8}, "is a DSpark drafter"),
-    "speculators": ({"speculators_model_type": "dflash"}, "is a speculators drafter"),
+    "eagle3 by speculators": ({"speculators_model_type": "eagle3"}, "is a speculators drafter of type 'eagle3', not dflash"),
+    "dspark by speculators": ({"speculators_model_type": "dspark"}, "is a DSpark drafter"),
+    "last tap": (
+        {"target_layer_ids": [1, 3, 5], "nested": {"target_layer_ids": [1, 3, 5]}},
+        "tap 5 is the target's last layer: Hugging Face's hidden_states hold it after the final norm",
+    ),
     "no drafter": ({"architectures": ["Qwen3ForCausalLM"]}, "are no DFlash drafter"),
     "other layers": ({"model_type": "llama"}, "model_type 'llama' is not supported"),
 }
@@ -180,13 +186,19 @@ def test_is_refused(folder, target, changes, message):
 BAD_VALUES = {
     "other target width": ({"hidden_size": 16}, "target_hidden_dim is 16, but the target has 32"),
     "other vocabulary": ({"vocab_size": 64}, "vocab_size is 64, but the target has 61"),
-    "other depth": ({"num_target_layers": 5}, "num_target_layers is 5, but the target has 6"),
-    "no mask": ({"nested_without": ("mask_token_id",)}, "mask_token_id is missing"),
-    "mask outside": ({"nested": {"mask_token_id": VOCAB}}, "mask_token_id 61 is outside the 61 embedding rows"),
-    "mask is a stop token": ({"nested": {"mask_token_id": 2}}, "mask_token_id 2 is a stop or pad token"),
-    "mask is the pad token": ({"nested": {"mask_token_id": 0}}, "mask_token_id 0 is a stop or pad token"),
-    "tap outside": ({"nested": {"target_layer_ids": [1, 3, 6]}}, r"target_layer_ids \[1, 3, 6\] must lie in 0\.\.5"),
-    "tap twice": ({"nested": {"target_layer_ids": [1, 3, 3]}}, "name a layer twice"),
+    "other depth": ({"num_target_layers": 7}, "num_target_layers is 7, but the target has 6"),
+    "no mask": ({"without": ("mask_token_id",), "nested_without": ("mask_token_id",)}, "mask_token_id is missing"),
+    "mask outside": (
+        {"mask_token_id": VOCAB, "nested": {"mask_token_id": VOCAB}},
+        "mask_token_id 61 is outside the 61 embedding rows",
+    ),
+    "mask is a stop token": ({"mask_token_id": 2, "nested": {"mask_token_id": 2}}, "mask_token_id 2 is a stop or pad token"),
+    "mask is the pad token": ({"mask_token_id": 0, "nested": {"mask_token_id": 0}}, "mask_token_id 0 is a stop or pad token"),
+    "tap outside": (
+        {"target_layer_ids": [1, 3, 6], "nested": {"target_layer_ids": [1, 3, 6]}},
+        r"target_layer_ids \[1, 3, 6\] must lie in 0\.\.5",
+    ),
+    "tap twice": ({"target_layer_ids": [1, 3, 3], "nested": {"target_layer_ids": [1, 3, 3]}}, "name a layer twice"),
 }
 
 
