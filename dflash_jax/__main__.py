@@ -1,14 +1,15 @@
-"""python -m dflash_jax COMMAND: regenerate, bench, invariants. `COMMAND --help` lists the options."""
+"""python -m dflash_jax COMMAND: regenerate, bench, export, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
 import sys
 from pathlib import Path
 
 from dflash_jax.bench import bench
-from dflash_jax.cli import INTERRUPTED, build_config, config_parser, run
+from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
 from dflash_jax.conversations import read_prompts
 from dflash_jax.errors import ConfigError
-from dflash_jax.hf import load_text_target
+from dflash_jax.export import FORMATS, export_drafter
+from dflash_jax.hf import load_drafter, load_target, load_text_target
 from dflash_jax.invariants import check_invariants
 from dflash_jax.prompts import packaged_prompts
 from dflash_jax.regenerate import regenerate
@@ -58,6 +59,31 @@ def bench_command(argv: list[str]) -> int:
     return bench(config)
 
 
+def export_command(argv: list[str]) -> int:
+    """Write a drafter for other engines."""
+    parser = plain_parser(
+        "Write a drafter as other engines load it, in bfloat16, with a README that has the commands to start them.",
+        prog="dflash_jax export",
+    )
+    parser.add_argument(
+        "--to", choices=FORMATS, required=True,
+        help="zlab: for vLLM, SGLang, tpu-inference and z-lab's own class, the usual choice; speculators: for vLLM and to train on "
+        "with the package speculators, and the only one for a drafter of some tokens only (drafter.draft_vocab_size)",
+    )  # fmt: skip
+    parser.add_argument("--drafter", required=True, help="the drafter's folder or hub id, in any layout that is read")
+    parser.add_argument("--target", required=True, help="the target it drafts for, to check that it fits; it is loaded into memory")
+    parser.add_argument("--out", required=True, help="folder to write; with --to zlab its name must hold dflash, as vLLM expects")
+    parser.add_argument(
+        "--target_name", default="",
+        help="what other engines call the target; default: --target. Give its hub id when --target is a GGUF file or a folder",
+    )  # fmt: skip
+    asked = parser.parse_args(argv)
+    target = load_target(asked.target)
+    export_drafter(load_drafter(asked.drafter, target), target, asked.to, asked.out, asked.target_name or asked.target)
+    print(f"written to {asked.out}; its README.md has the commands for the engines")
+    return 0
+
+
 def invariants_command(argv: list[str]) -> int:
     """Check what DFlash claims of itself."""
     if argv:
@@ -66,7 +92,7 @@ def invariants_command(argv: list[str]) -> int:
     return check_invariants()
 
 
-COMMANDS = {"regenerate": regenerate_command, "bench": bench_command, "invariants": invariants_command}
+COMMANDS = {"regenerate": regenerate_command, "bench": bench_command, "export": export_command, "invariants": invariants_command}
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ OWN_ARCHITECTURE = "DFlashJaxDraftModel"
 """for drafters with their own embedding, head or mask, which other engines would silently replace by the target's, for those that
 draft some tokens only: others would draft from all, which training did not teach, and for those that tap the last layer"""
 SPECULATORS_ARCHITECTURE = "DFlashSpeculator"
-ARCHITECTURES = (ARCHITECTURE, OWN_ARCHITECTURE, "DFlashForCausalLM", SPECULATORS_ARCHITECTURE)
+ARCHITECTURES = (ARCHITECTURE, OWN_ARCHITECTURE, "DFlashForCausalLM", "Qwen3DFlashDraftModel", SPECULATORS_ARCHITECTURE)
 LAST_TAP = (
     "is the target's last layer: Hugging Face's hidden_states hold it after the final norm and engines read it before, "
     "so the two would disagree"
@@ -115,7 +115,7 @@ def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     elif config.causal != tuple(w is not None for w in config.sliding_window):  # else it is what readers assume
         raise ConfigError(f"causal {list(config.causal)}: z-lab's layout has one value, or causal sliding layers and full others")
     architecture = OWN_ARCHITECTURE if differences(config) else ARCHITECTURE
-    return _write("zlab", {"architectures": [architecture]}, config, dtype, {"is_causal": causal})
+    return _write("zlab", {"architectures": [architecture]}, config, dtype, {"is_causal": causal, "causal": causal})
 
 
 def config_to_speculators(config: DFlashConfig, dtype: str, verifier: str, verifier_class: str) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _write(layout: str, head: dict[str, Any], config: DFlashConfig, dtype: str, 
         "sliding_window": next(iter(windows), None),
         "max_window_layers": config.num_draft_layers,
     }
-    absent = {"is_causal"} if attention.get("is_causal", True) is None else set()
+    absent = {name for name, value in attention.items() if value is None}
     absent |= {"partial_rotary_factor"} if rotated == 1.0 else set()
     absent |= {"target_hidden_size"} if config.target_hidden_dim == config.draft_hidden_dim else set()
     compound["partial_rotary_factor"] = rotated

@@ -131,7 +131,7 @@ FIELDS = (
         "counts one more position",
     ),
     Field(
-        "causal", "attention", "is_causal dflash_config.causal* causal*",
+        "causal", "attention", "is_causal dflash_config.causal causal*",
         "sliding_window_non_causal transformer_layer_config.is_causal*", "", ANY,
         "whether slots see only earlier slots of their block. Absent: sliding layers are causal, full ones not; the assistant's "
         "never are",
