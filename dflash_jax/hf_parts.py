@@ -92,7 +92,7 @@ def target_rows(target: Target, ids: np.ndarray) -> np.ndarray | None:
 
 
 def _is_the_targets(tensor: Tensor, target: Target, head_ids: np.ndarray | None) -> bool:
-    """Whether a table is what the target has, in the target's dtype; `head_ids` None: its embedding."""
+    """Whether a table is what the target has, in the coarser of the two dtypes; `head_ids` None: its embedding."""
     ids = np.arange(target.config.vocab_size) if head_ids is None else head_ids
     if tensor.shape != (len(ids), target.config.hidden_size):
         return False
@@ -106,7 +106,8 @@ def _is_the_targets(tensor: Tensor, target: Target, head_ids: np.ndarray | None)
             if found is None:
                 return False
             rows = found
-        mine = table[start : start + len(some)].astype(to_numpy_dtype(target.config.dtype)).astype(np.float32)
-        if not np.array_equal(mine, rows):
+        mine = table[start : start + len(some)]
+        rounded = mine.astype(to_numpy_dtype(target.config.dtype)).astype(np.float32)
+        if not (np.array_equal(rounded, rows) or np.array_equal(mine, rows.astype(mine.dtype))):
             return False
     return True
