@@ -11,7 +11,7 @@ import numpy as np
 from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
-from dflash_jax.hf import drafter_arrays, write_drafter
+from dflash_jax.hf import EMBEDDED_NAME, drafter_arrays, write_drafter
 from dflash_jax.hf_config import FAMILIES
 from dflash_jax.hf_drafter import config_to_json, config_to_speculators, differences
 from dflash_jax.hf_parts import HEAD, target_rows
@@ -32,6 +32,8 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         CheckpointError: the folder holds something else than a drafter, or cannot be written.
     """
     folder = Path(folder)
+    if target_name == EMBEDDED_NAME or target_name.endswith(".gguf"):
+        raise ConfigError(f"other engines cannot load the target as {target_name}: give its hub id or folder with --target_name")
     arrays = drafter_arrays(drafter, "bfloat16")
     if to == "zlab":
         if differences(drafter.config):
@@ -40,9 +42,10 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
                 + (". A draft vocabulary alone can be exported --to speculators" if drafter.config.draft_token_ids else "")
                 + ". Train one without it, or keep the folder for dflash_jax, which loads it as it is"
             )
-        if "dflash" not in folder.name.lower():
+        name = folder.expanduser().resolve().name
+        if "dflash" not in name.lower():
             raise ConfigError(
-                f"{folder}: vLLM knows a DFlash drafter by 'dflash' in its path. Call the folder {folder.name}-DFlash, for example"
+                f"{folder}: vLLM knows a DFlash drafter by 'dflash' in its path. Call the folder {name}-DFlash, for example"
             )
         config = config_to_json(drafter.config, "bfloat16")
     elif to == "speculators":

@@ -61,7 +61,7 @@ def layout_of(values: dict[str, Any], where: str) -> str:
         return "speculators"
     if values.get("model_type") == LAYOUTS["assistant"].model_type:
         return "assistant"
-    architectures = values.get("architectures") or [ARCHITECTURE]
+    architectures = [ARCHITECTURE] if values.get("architectures") is None else values["architectures"]
     if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
         raise CheckpointError(f"{where}: architectures {architectures} are no DFlash drafter (that is {ARCHITECTURE})")
     return "zlab"
@@ -97,7 +97,7 @@ def config_from_json(
     found |= _read_parts(sections, found, parts)
     sections.finish(_IGNORED)
     check_rotated_dims(found["rope"], found["head_dim"], where)
-    own = OWN_ARCHITECTURE in (values.get("architectures") or ())
+    own = layout == "zlab" and OWN_ARCHITECTURE in (values.get("architectures") or ())
     last = found["num_target_layers"] - 1
     if last in found["target_layer_ids"] and not own:
         raise CheckpointError(f"{where}: tap {last} {LAST_TAP}. Take a drafter with other taps")

@@ -85,11 +85,11 @@ FIELDS = (
         Derived("`hidden_size`", lambda found: found["draft_hidden_dim"]), "the target's width; written where it differs",
     ),
     Field(
-        "vocab_size", "size", "vocab_size", "transformer_layer_config.vocab_size", "", REQUIRED,
+        "vocab_size", "size", "vocab_size", "transformer_layer_config.vocab_size", "vocab_size", REQUIRED,
         "rows of the target's embedding", "vocab_size",
     ),
     Field(
-        "num_target_layers", "size", "num_target_layers", "dflash_jax.num_target_layers", "", REQUIRED,
+        "num_target_layers", "size", "num_target_layers", "dflash_jax.num_target_layers", "num_target_layers", REQUIRED,
         "the target's decoder layers", "num_layers",
     ),
     _layer_field("num_draft_layers", "size", "num_hidden_layers", REQUIRED, "the drafter's layers"),
@@ -99,10 +99,7 @@ FIELDS = (
     _layer_field("mlp_dim", "size", "intermediate_size", REQUIRED, "width inside the MLP"),
     _layer_field("rms_norm_eps", "positive", "rms_norm_eps", REQUIRED, "epsilon of every norm"),
     _layer_field("max_position", "size", "max_position_embeddings", REQUIRED, "positions it was made for"),
-    Field(
-        "attention_bias", "flag", "attention_bias", "transformer_layer_config.attention_bias", "", False,
-        "biases of the q, k, v and o projections together",
-    ),
+    _layer_field("attention_bias", "flag", "attention_bias", False, "biases of the q, k, v and o projections together"),
     Field(
         "block_size", "size", "block_size dflash_config.block_size", "block_size", "block_size", REQUIRED,
         "slots a block, the anchor included",

@@ -22,7 +22,7 @@ LIGHTLY_COMPILED = {
     "test_warm_start",
 }  # fmt: skip
 
-MISSING_ORACLES = [name for name in ("torch", "transformers", "dflash") if importlib.util.find_spec(name) is None]
+MISSING_ORACLES = [name for name in ("torch", "transformers", "dflash", "speculators") if importlib.util.find_spec(name) is None]
 
 
 @pytest.fixture(scope="session", autouse=True)

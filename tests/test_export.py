@@ -142,6 +142,12 @@ def test_folder_name(tmp_path, target):
     export(random_drafter(), target, "speculators", tmp_path / "mine")
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m", "some/where.gguf"])
+def test_name_of_the_target(tmp_path, target, name):
+    with pytest.raises(ConfigError, match=f"other engines cannot load the target as {name}: give its hub id"):
+        export_drafter(random_drafter(), target, "zlab", tmp_path / "DFlash", name)
+
+
 def test_all_or_nothing(tmp_path, target, monkeypatch):
     """An earlier drafter is replaced, in either layout; anything else is kept, and so is the earlier one when writing fails."""
     folder = export(random_drafter(), target, "zlab", tmp_path / "DFlash")

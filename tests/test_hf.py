@@ -128,7 +128,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize(("changes", "windows", "causal"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_each_layer(folder, target, changes, windows, causal):
-    edit(folder, **{"is_causal": None} | changes)
+    edit(folder, **{"is_causal": None} | changes | {"nested": {"causal": None} | changes.get("nested", {})})
     config = load_drafter(folder, target).config
     assert (config.sliding_window, config.causal) == (windows, causal)
 

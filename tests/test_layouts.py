@@ -364,6 +364,17 @@ def test_shards(tmp_path, target):
         load_drafter(folder, target)
 
 
+@pytest.mark.parametrize("name", ["DFlashDraftModel", "DFlashForCausalLM", "Qwen3DFlashDraftModel"])
+def test_class_names(name):
+    assert config_from_json(config_to_json(DRAFTER, "float32") | {"architectures": [name]}, "here") == DRAFTER
+
+
+@pytest.mark.parametrize("architectures", [None, 5, "DFlashDraftModel", []])
+@pytest.mark.parametrize("values", [SPECULATORS, ASSISTANT])
+def test_class_names_of_no_sense_do_not_matter_in_other_layouts(values, architectures):
+    assert config_from_json(values | {"architectures": architectures}, "here", TARGET).block_size == 6
+
+
 @pytest.mark.parametrize(("name", "kind"), [("layers.0.self_attn.g_proj.weight", "Laguna"), ("attention_sink_bias", "MiMo")])
 def test_relatives_by_tensor(tmp_path, target, name, kind):
     with pytest.raises(CheckpointError, match=f"is a {kind} drafter"):
