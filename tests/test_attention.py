@@ -10,6 +10,8 @@ from reference import anchored_mask, dense_anchored_attention, loop_anchored_att
 
 from dflash_jax.attention import anchored_attention, cached_attention
 
+pytestmark = pytest.mark.one_cell
+
 B, A, K, T, H, G, E = 2, 5, 4, 11, 4, 2, 8
 # Neighbouring anchors, an anchor with nothing before it, a block that hangs over the end, an anchor past the end.
 ANCHORS = np.array([[0, 1, 3, 4, 10], [2, 5, 6, 9, 12]], np.int32)

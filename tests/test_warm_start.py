@@ -13,6 +13,8 @@ from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch
 from dflash_jax.warm_start import drafter_from_target, tap_sizes
 
+pytestmark = pytest.mark.one_cell
+
 TARGET = TargetConfig("qwen3", 64, 32, 4, 4, 2, 8, 48, 1e-6, 64, qk_norm=True)
 DRAFTER = DFlashConfig(32, 32, 64, 4, 2.0, 4, 2, 8, 48, block_size=4, num_draft_layers=2, target_layer_ids=(1, 0), mask_token_id=3)
 LENGTHS = jnp.asarray([9, 12])
