@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from tiny_models import DRAFTER, TARGET
 
-from dflash_jax.config import check_drafter_fits, default_target_layer_ids, loss_decay_gamma
+from dflash_jax.config import default_target_layer_ids, loss_decay_gamma
+from dflash_jax.drafter import check_drafter_fits
 from dflash_jax.errors import ConfigError
 
 

@@ -67,6 +67,13 @@ LLAMA3 = {
 }
 # A small theta, so that several pairs lie on the ramp.
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 ORACLES = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 4}, "20KB"),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, None),
@@ -74,9 +81,23 @@ ORACLES = {
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}, None),
     "llama_yarn_mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}}, None),
     "mistral": ("Mistral", {"sliding_window": None}, None),
+    "mistral_window": ("Mistral", {"sliding_window": 9}, None),
+    "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 9, "layer_types": LAYER_TYPES}, None),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, None),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, None),
     "qwen3": ("Qwen3", {"head_dim": 24}, "20KB"),
     "qwen3_yarn": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": YARN}, None),
+    "phi3": ("Phi3", {"rope_parameters": HALF_ROTATED, "sliding_window": 9, "pad_token_id": 0}, "20KB"),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "attention_bias": True, "pad_token_id": 0}, None),
+    "seed_oss": ("SeedOss", {"head_dim": 24}, None),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.4, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 0.7},
+        None,
+    ),
+    "gemma": ("Gemma", {"head_dim": 16}, None),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}, None),
+    "gemma3": ("Gemma3", GEMMA | {"layer_types": LAYER_TYPES, "rope_parameters": TWO_ROPES}, None),
 }
 
 
@@ -89,7 +110,8 @@ def oracle(request, tmp_path):
         import torch
         import transformers
 
-        config = getattr(transformers, f"{family}Config")(
+        model_class = getattr(transformers, f"{family}ForCausalLM")
+        config = model_class.config_class(
             **{
                 "vocab_size": 61,
                 "hidden_size": 32,
@@ -103,7 +125,7 @@ def oracle(request, tmp_path):
             | changes
         )
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+        model = model_class._from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too, or mistakes in them would not show
                 noise = torch.randn(parameter.shape)
