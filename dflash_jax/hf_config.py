@@ -87,7 +87,8 @@ def _plain(fields: Fields) -> dict[str, Any]:
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     fields.require("attention_bias", False)
-    fields.read |= {"embd_pdrop", "resid_pdrop", "original_max_position_embeddings"}  # dropout; the last one is longrope's
+    # dropout; what longrope needs; and the file that held the class before transformers had it
+    fields.read |= {"embd_pdrop", "resid_pdrop", "original_max_position_embeddings", "auto_map"}
     return {}
 
 
