@@ -59,7 +59,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
     if top.get("model_type", str, "qwen3") != "qwen3":
         raise CheckpointError(f"{where}: model_type {values['model_type']!r} is not supported: drafters are qwen3 for every target")
     for fields in (top, nested):  # output scales of other targets: z-lab reads them from either place
-        for name, only in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0)):
+        for name, only in (("output_multiplier", 1.0), ("final_logit_softcapping", 0)):
             fields.require(name, only)
     top.require("hidden_act", "silu")
     top.require("draft_vocab_size", values.get("vocab_size"))
@@ -71,6 +71,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
     block_size = either("block_size", int)
     if block_size is None:
         raise CheckpointError(f"{where} lacks block_size: add the trained one")
+    embedding_scale = either("input_embedding_scale", float)
     windows, causal = _read_layers(top, either("causal", bool), num_layers)
     _check_swa(nested, windows)
     hidden = top.size("hidden_size")
@@ -87,6 +88,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
         num_draft_layers=num_layers,
         target_layer_ids=tuple(ids),
         mask_token_id=either("mask_token_id", int),
+        input_embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         rms_norm_eps=top.positive("rms_norm_eps"),
         rope=read_rope(top),
         max_position=top.size("max_position_embeddings"),
@@ -155,6 +157,8 @@ def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
             "dflash_jax": {name: getattr(config, name) for name in _OWN_FIELDS} | {"draft_token_ids": list(config.draft_token_ids)},
         },
     }
+    if config.input_embedding_scale != 1.0:
+        values["dflash_config"]["input_embedding_scale"] = config.input_embedding_scale
     if config.rope.partial_rotary_factor != 1.0:
         values["partial_rotary_factor"] = config.rope.partial_rotary_factor
     if config.target_hidden_dim != config.draft_hidden_dim:
