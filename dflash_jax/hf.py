@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dflash_jax.config import Dtype, TargetConfig, check_drafter_fits, read_json
-from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.config import Dtype, TargetConfig, read_json
+from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.gguf import embedded_model_path, read_gguf
-from dflash_jax.hf_config import target_config
+from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_json, refuse_relatives
 from dflash_jax.hf_parts import drafter_parts, drafter_tensors, own_tensors
 from dflash_jax.hf_weights import (
@@ -37,6 +37,7 @@ from dflash_jax.hf_weights import (
     place_default,
     safetensors_tensors,
     slots,
+    split_fused,
     to_numpy_dtype,
 )
 from dflash_jax.sharding import spec
@@ -70,6 +71,10 @@ def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = N
     abstract = nnx.state(abstract_decoder(config), nnx.Param)
 
     tensors = safetensors_tensors(folder)
+    if FAMILIES[config.model_type].fused:
+        kv_rows = config.num_kv_heads * config.head_dim
+        rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_rows, "gate_proj": config.mlp_dim}
+        tensors = split_fused(tensors, rows)
     _check_tied_head(config, tensors, str(folder))
 
     def skip(name: str) -> bool:

@@ -146,6 +146,11 @@ def config_to_speculators(config: DFlashConfig, dtype: str, verifier: str, verif
         },
         "sample_from_anchor": False,
     }  # fmt: skip
+    if config.input_embedding_scale != 1.0:
+        raise ConfigError(
+            f"input_embedding_scale is {config.input_embedding_scale}, but speculators' class reads embeddings as they are stored: "
+            "export --to zlab"
+        )
     drafted = len(config.draft_token_ids) or config.vocab_size
     attention = {"sliding_window_non_causal": bool(sliding) and not sliding[0], "draft_vocab_size": drafted}
     return _write("speculators", head, config, dtype, attention)
@@ -227,6 +232,11 @@ def _read_parts(sections: Sections, found: dict[str, Any], parts: Parts) -> dict
             f"{where}: draft_vocab_size is {size}, but the weights draft {len(ids) or 'all'} tokens (tensor d2t): "
             "fetch the files again"
         )
+    if parts.own_embedding and not found["own_embedding"] and found["input_embedding_scale"] != 1.0:
+        raise CheckpointError(
+            f"{where}: input_embedding_scale is for the target's embedding, but the weights have their own embed_tokens.weight: "
+            "remove the tensor if it is a copy of the target's, or the field"
+        )
     return {
         "draft_token_ids": ids,
         "own_embedding": found["own_embedding"] or parts.own_embedding,
@@ -251,6 +261,7 @@ def _write(layout: str, head: dict[str, Any], config: DFlashConfig, dtype: str, 
     }
     absent = {name for name, value in attention.items() if value is None}
     absent |= {"partial_rotary_factor"} if rotated == 1.0 else set()
+    absent |= {"input_embedding_scale"} if config.input_embedding_scale == 1.0 else set()
     absent |= {"target_hidden_size"} if config.target_hidden_dim == config.draft_hidden_dim else set()
     compound["partial_rotary_factor"] = rotated
     body = LAYOUTS[layout].body

@@ -114,6 +114,10 @@ FIELDS = (
         "aux_hidden_state_layer_ids transformer_layer_config.target_layer_ids*", "target_layer_ids", REQUIRED,
         "taps: outputs of these target layers, 0-based; `aux_hidden_state_layer_ids` counts from 1",
     ),
+    Field(
+        "input_embedding_scale", "positive", "dflash_config.input_embedding_scale input_embedding_scale*", "", "", 1.0,
+        "what multiplies the target's embedding rows; written where it is not 1",
+    ),
     _layer_field(
         "rope", "rope", "rope_parameters rope_theta rope_scaling partial_rotary_factor", ANY,
         "rotary positions: default, linear, llama3, yarn; theta must stand somewhere",
@@ -166,7 +170,6 @@ COMPOUNDS = ("rope", "attention", "vocabulary")
 ONLY_VALUES = {
     "hidden_act": "silu",
     "mlp_bias": False,
-    "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0,
     "sample_from_anchor": False,

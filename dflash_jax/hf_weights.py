@@ -5,7 +5,7 @@ layers.3.self_attn.q_proj.weight. Linear kernels are [in, out] here and [out, in
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -26,6 +26,8 @@ LEAF_RULES = {"kernel": (".weight", True), "scale": (".weight", False), "bias": 
 
 # Tables of a reduced draft vocabulary, which hold no parameters: place -> token id - place, and whether a token is drafted.
 VOCABULARY_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -119,6 +121,29 @@ def fill_state(
             "or correct config.json if it describes another model"
         )
     return nnx.from_flat_state(list(leaves.items()))
+
+
+def split_fused(tensors: Iterable[Tensor], rows: Mapping[str, int]) -> list[Tensor]:
+    """The tensors with each fused projection as its parts: Phi-3 files hold q, k, v and gate, up as one tensor each.
+
+    `rows` gives each part's output size; the last part takes what is left, so a misfit shows in its shape.
+    """
+    split: list[Tensor] = []
+    for tensor in tensors:
+        module, _, fused = tensor.name.removesuffix(".weight").rpartition(".")
+        start = 0
+        for part in _FUSED.get(fused, ()):
+            end = tensor.shape[0] if part == _FUSED[fused][-1] else start + rows[part]
+            shape = (max(end - start, 0), *tensor.shape[1:])
+            split.append(Tensor(f"{module}.{part}.weight", shape, partial(_rows, tensor.read, start, end)))
+            start = end
+        if fused not in _FUSED:
+            split.append(tensor)
+    return split
+
+
+def _rows(read: Callable[[], np.ndarray], start: int, end: int) -> np.ndarray:
+    return read()[start:end]
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 from dflash_jax.blocks import make_blocks, sample_anchors, slot_weights
 
+pytestmark = pytest.mark.one_cell
+
 LENGTH, ANCHORS, BLOCK = 12, 5, 4
 sample = jax.jit(sample_anchors, static_argnames="num_anchors")
 make = jax.jit(make_blocks, static_argnames="block_size")

@@ -8,6 +8,8 @@ from tiny_models import CONTEXT, TAPS, VOCAB, dense_target
 
 from dflash_jax.cache import init_cache, write
 
+pytestmark = pytest.mark.one_cell
+
 B, G, C, E = 3, 2, 7, 4
 
 

@@ -13,6 +13,8 @@ from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter
 
 from dflash_jax.drafter import Drafter, Execution
 
+pytestmark = pytest.mark.one_cell
+
 B, T, C = 2, 14, 16
 # Neighbours, the first position, blocks over the end of the context.
 ANCHORS = np.array([[0, 1, 4, 5, 9], [2, 3, 7, 12, 14]], np.int32)

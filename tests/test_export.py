@@ -123,6 +123,7 @@ REFUSED = {
     "unlike sliding layers": (
         "speculators", {"sliding_window": (4, 4), "causal": (True, False)}, "one value for sliding ones",
     ),
+    "scaled embeddings for speculators": ("speculators", {"input_embedding_scale": 4.0}, "reads embeddings as they are stored"),
     "another layout": ("gguf", {}, "--to 'gguf' is not known: use one of zlab, speculators"),
 }  # fmt: skip
 

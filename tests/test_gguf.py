@@ -14,6 +14,8 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.gguf import EMBEDDED_PACKAGE, embedded_model_path, read_gguf, unpermute_rotary
 from dflash_jax.hf import load_target
 
+pytestmark = pytest.mark.one_cell
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 2, 64, 4, 2, 16, 96, 267
 SHAPES = {
     "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),

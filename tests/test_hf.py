@@ -147,7 +147,6 @@ REFUSED = {
     "two block sizes": ({"block_size": 8}, "block_size is 8 and dflash_config.block_size is 6: make them agree"),
     "no theta": ({"without": ("rope_theta", "rope_parameters")}, "lacks 'rope_theta'"),
     "no head size": ({"without": ("head_dim",)}, "lacks 'head_dim'"),
-    "scaled embedding": ({"nested": {"input_embedding_scale": 5.0}}, "input_embedding_scale 5.0 is not supported"),
     "scaled logits": ({"output_multiplier": 0.5}, "output_multiplier 0.5 is not supported"),
     "capped logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     "reduced head": ({"draft_vocab_size": 32}, "draft_vocab_size is 32, but the weights draft all tokens"),
@@ -188,6 +187,7 @@ BAD_VALUES = {
     "other vocabulary": ({"vocab_size": 64}, "vocab_size is 64, but the target has 61"),
     "other depth": ({"num_target_layers": 7}, "num_target_layers is 7, but the target has 6"),
     "no mask": ({"without": ("mask_token_id",), "nested_without": ("mask_token_id",)}, "mask_token_id is missing"),
+    "scaled embedding": ({"nested": {"input_embedding_scale": 5.0}}, r"multiplies embeddings by 5\.0 .* but the target by 1\.0"),
     "mask outside": (
         {"mask_token_id": VOCAB, "nested": {"mask_token_id": VOCAB}},
         "mask_token_id 61 is outside the 61 embedding rows",

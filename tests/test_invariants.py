@@ -8,8 +8,9 @@ import pytest
 import dflash_jax.drafter as drafter
 import dflash_jax.invariants as invariants
 
+pytestmark = pytest.mark.one_cell
 
-@pytest.mark.one_cell
+
 def test_all_hold(capsys):
     assert invariants.check_invariants() == 0
     lines = capsys.readouterr().out.strip().splitlines()

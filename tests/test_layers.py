@@ -11,6 +11,8 @@ import pytest
 from dflash_jax.config import RopeConfig
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, product, rope_frequencies, rope_tables
 
+pytestmark = pytest.mark.one_cell
+
 # Every kind of product in the package: model kernels, heads, and the scores and sums of both attentions.
 SPECS = {
     "nd,df->nf": ((3, 4), (4, 5)),

@@ -175,7 +175,11 @@ def test_the_table_is_what_is_read(layout, monkeypatch):
 def test_the_table_is_what_is_written(layout):
     written = {name for values in examples(layout) for name in leaves(values)}
     homes = {home for field in FIELDS for home in field.homes(layout, written=True)}
-    optional = {"target_hidden_size", "transformer_layer_config.partial_rotary_factor"}  # of drafters that no example is
+    optional = {
+        "target_hidden_size",
+        "dflash_config.input_embedding_scale",
+        "transformer_layer_config.partial_rotary_factor",
+    }  # of drafters that no example is
     assert homes - written <= optional
     known = {name.rpartition(".")[2] for name in written - homes}
     assert known <= {*hf_drafter._CONSTANTS, *hf_drafter._IGNORED, *ONLY_VALUES}, "a field that the table does not have"
@@ -285,6 +289,14 @@ def test_other_tables_are_the_drafters_own(tmp_path, target, values):
     assert (loaded.config.own_embedding, loaded.config.own_head) == (True, True)
     np.testing.assert_array_equal(loaded.params["embed_tokens"][...], own["embed_tokens.weight"])
     np.testing.assert_array_equal(loaded.params["lm_head"][...], own["lm_head.weight"])
+
+
+def test_an_own_embedding_with_a_scale(tmp_path, target):
+    values = config_to_json(dataclasses.replace(DRAFTER, input_embedding_scale=2.0), "float32")
+    with pytest.raises(
+        CheckpointError, match="input_embedding_scale is for the target's embedding, but the weights have their own"
+    ):
+        load_drafter(write(tmp_path / "d", values, **{"embed_tokens.weight": rows(1)}), target)
 
 
 def test_draft_vocabulary(tmp_path, target):

@@ -11,6 +11,8 @@ import reference
 
 from dflash_jax.loss import Objective, dflash_loss, draft_vocabulary, head_loss, loss_sums, sample_vocabulary
 
+pytestmark = pytest.mark.one_cell
+
 B, A, K, D, V, GAMMA = 2, 3, 5, 8, 19, 2.5
 DECAY, DPACE = Objective(GAMMA), Objective(GAMMA, "dpace")
 

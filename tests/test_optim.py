@@ -11,6 +11,8 @@ from dflash_jax.config import OptimConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.optim import optimizer, schedule
 
+pytestmark = pytest.mark.one_cell
+
 
 def test_schedule_warms_up_and_falls_to_its_end():
     config = OptimConfig(learning_rate=1.0, final_learning_rate=0.1, warmup_ratio=0.1)

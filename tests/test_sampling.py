@@ -46,6 +46,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("name", SETTINGS)
 def test_process_logits_against_sorting(name):
     """Which tokens remain and at what logits, each row with its own settings."""
@@ -76,6 +77,7 @@ def test_ties_and_impossible_tokens():
 POSITIONS = jnp.arange(4000, dtype=jnp.int32).reshape(1, -1)
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (0.7, 4, 1.0, 0.0), (1.3, 0, 0.7, 0.05)])
 def test_frequencies_follow_the_law(setting):
     x = logits(2, (1, 1, 8), 1.0)
@@ -90,6 +92,7 @@ def test_frequencies_follow_the_law(setting):
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom), f"chi-square {chi2:.1f} with {freedom} degrees of freedom"
 
 
+@pytest.mark.one_cell
 def test_a_draw_depends_on_seed_position_and_purpose_only():
     """The same token whatever the width of the pass, its batch row, and the settings of other rows."""
     setting, x = (1.0, 0, 1.0, 0.0), logits(3)

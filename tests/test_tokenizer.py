@@ -11,6 +11,8 @@ from dflash_jax.errors import CheckpointError, ConfigError, PromptError
 from dflash_jax.gguf import embedded_model_path, read_gguf
 from dflash_jax.tokenizer import StreamDecoder, Tokenizer
 
+pytestmark = pytest.mark.one_cell
+
 TEXTS = [
     "",
     "hello world",

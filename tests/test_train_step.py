@@ -138,6 +138,7 @@ def test_rows_are_independent_of_padding(plain):
     assert_same(plain, run_steps(rows, step=one_device_step()))
 
 
+@pytest.mark.one_cell
 def test_anchors_follow_the_step_and_the_seed():
     """Each step draws its own anchors; the same step draws the same."""
     _, _, twice = run_steps(make_rows(), steps=2, tx=SGD, step=one_device_step())
@@ -153,6 +154,7 @@ def test_anchors_follow_the_step_and_the_seed():
 # Nothing to learn from, and nothing for the target
 
 
+@pytest.mark.one_cell
 def test_no_valid_anchor_changes_nothing():
     """Zero loss, zero gradient, and no 0 / 0; a supervised token alone is no anchor either."""
     rows = make_rows()
@@ -165,6 +167,7 @@ def test_no_valid_anchor_changes_nothing():
     assert float(metrics.sums.blocks) == float(metrics.sums.slots) == 0
 
 
+@pytest.mark.one_cell
 def test_the_target_takes_no_gradient():
     batch = Batch(*(jnp.asarray(x) for x in make_rows().values()))
     drafter = Drafter.random(jax.random.key(1), DRAFTER)
@@ -215,6 +218,7 @@ def test_features_are_the_targets_taps():
     np.testing.assert_allclose(taps[row, :length], want[0], atol=1e-5)
 
 
+@pytest.mark.one_cell
 def test_the_whole_vocabulary_as_sample_is_exact(plain):
     assert_same(plain, run_steps(make_rows(), config=change(vocab_sample=VOCAB)))
 
@@ -231,6 +235,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_every_drafter_trains(changes):
     """Every parameter moves, stays float32 and finite, and the loss of a repeated batch falls far."""
@@ -257,6 +262,7 @@ def test_every_drafter_trains(changes):
         assert entropy[0] < np.log(3), "a window of 3 shows a slot at most 3 keys"
 
 
+@pytest.mark.one_cell
 def test_dropout_drops_while_training_only():
     """Other keys drop other things, the same key the same, and the expectation is kept."""
     rows = make_rows()

@@ -138,6 +138,7 @@ def test_metrics(whole):
     assert lines[1]["learning_rate"] < lines[0]["learning_rate"]
 
 
+@pytest.mark.one_cell
 def test_diagnostics_are_means_over_the_window(tmp_path, monkeypatch):
     """And TensorBoard events are written beside them."""
     seen = []
@@ -223,6 +224,7 @@ def test_bfloat16_trains_like_float32(tmp_path, whole):
     assert all(name in events.read_bytes() for name in (b"loss", b"learning_rate", b"accuracy_per_position/3"))
 
 
+@pytest.mark.one_cell
 def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
     """bfloat16 apart; the fourth step sees rows for the second time."""
     assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory")) == 0
@@ -270,6 +272,7 @@ def test_nothing_to_resume(tmp_path):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True))
 
 
+@pytest.mark.one_cell
 def test_a_finished_run_may_be_resumed(tmp_path, whole):
     """It only writes the drafter again."""
     shutil.copytree(whole, tmp_path / "r")
@@ -278,6 +281,7 @@ def test_a_finished_run_may_be_resumed(tmp_path, whole):
     assert (tmp_path / "r" / "drafter" / "model.safetensors").read_bytes() == (whole / "drafter" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("save_every", "newest"), [(2, 2), (1, 2)])
 def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every, newest):
     """A poisoned third step; metrics are read late, so the fourth may have begun."""
@@ -291,6 +295,7 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every,
     assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every, train__resume=True)) == 0
 
 
+@pytest.mark.one_cell
 def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
     """The second save fails; the first one is whole and the run goes on from it to the same end."""
     save = ocp.CheckpointManager.save
@@ -363,6 +368,7 @@ def first_parameters(tmp_path, monkeypatch, **changes):
     return seen
 
 
+@pytest.mark.one_cell
 def test_start_from_a_drafter(tmp_path, monkeypatch):
     config = dataclasses.replace(tiny_run.DRAFTER, path=drafter_folder())
     started = first_parameters(tmp_path, monkeypatch, train__init="loaded", drafter__path=config.path)
@@ -371,6 +377,7 @@ def test_start_from_a_drafter(tmp_path, monkeypatch):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.one_cell
 def test_a_loaded_drafter_stays_what_it_is(tmp_path, monkeypatch):
     """What training decides may change; a size that is asked for and is not there is refused, and defaults ask for nothing."""
     seen = {}
@@ -425,6 +432,7 @@ def broken_lines(tmp_path):
     return [str(tmp_path / "bad.jsonl")]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
@@ -478,6 +486,7 @@ def test_a_finished_drafter_is_not_overwritten(tmp_path, whole):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
 
 
+@pytest.mark.one_cell
 def test_one_training_at_a_time(tmp_path):
     with only_process(tmp_path), pytest.raises(ConfigError, match="is being written by another process"):
         trainer.fit(tiny_run.tiny_run(tmp_path))

@@ -9,6 +9,8 @@ import pytest
 
 from dflash_jax.verify import verify_block
 
+pytestmark = pytest.mark.one_cell
+
 
 def accepted_by_loop(draft, target):
     count = 0

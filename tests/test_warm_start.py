@@ -13,6 +13,8 @@ from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch
 from dflash_jax.warm_start import drafter_from_target, tap_sizes
 
+pytestmark = pytest.mark.one_cell
+
 TARGET = TargetConfig("qwen3", 64, 32, 4, 4, 2, 8, 48, 1e-6, 64, qk_norm=True)
 DRAFTER = DFlashConfig(32, 32, 64, 4, 2.0, 4, 2, 8, 48, block_size=4, num_draft_layers=2, target_layer_ids=(1, 0), mask_token_id=3)
 LENGTHS = jnp.asarray([9, 12])
@@ -92,6 +94,25 @@ def test_refused_shapes(changes, message):
         drafter_from_target(
             jax.random.key(1), dataclasses.replace(DRAFTER, **changes), DenseTarget.random(jax.random.key(0), TARGET), SAMPLE
         )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu_tanh"},
+        {"norm_offset": 1.0},
+        {"sandwich_norms": True},
+        {"attention_scale": 0.1},
+        {"attention_softcap": 50.0},
+        {"residual_scale": 0.22},
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_not_copied(changes):
+    """Gemma's and Granite's layers compute what a drafter's cannot, so a copy would start it wrong."""
+    target = DenseTarget(dataclasses.replace(TARGET, **changes), None)
+    with pytest.raises(ConfigError, match=rf"of qwen3 have {next(iter(changes))} .*: use train\.init random"):
+        drafter_from_target(jax.random.key(1), DRAFTER, target, SAMPLE)
 
 
 def test_tap_sizes_are_root_mean_squares_of_real_tokens():
