@@ -7,6 +7,7 @@ from pathlib import Path
 from dflash_jax.bench import bench
 from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
 from dflash_jax.conversations import read_prompts
+from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.export import FORMATS, export_drafter
 from dflash_jax.hf import load_drafter, load_target, load_text_target
@@ -77,9 +78,17 @@ def export_command(argv: list[str]) -> int:
         "--target_name", default="",
         help="what other engines call the target; default: --target. Give its hub id when --target is a GGUF file or a folder",
     )  # fmt: skip
+    parser.add_argument(
+        "--all_tokens", action="store_true",
+        help="let other engines draft from the whole vocabulary although the drafter names some tokens only: right where it learned "
+        "from all of them (as the shipped one did), and bad for acceptance where it was trained with drafter.draft_vocab_size",
+    )  # fmt: skip
     asked = parser.parse_args(argv)
     target = load_target(asked.target)
-    export_drafter(load_drafter(asked.drafter, target), target, asked.to, asked.out, asked.target_name or asked.target)
+    drafter = load_drafter(asked.drafter, target)
+    if asked.all_tokens:
+        drafter = Drafter(dataclasses.replace(drafter.config, draft_token_ids=()), drafter.params)
+    export_drafter(drafter, target, asked.to, asked.out, asked.target_name or asked.target)
     print(f"written to {asked.out}; its README.md has the commands for the engines")
     return 0
 

@@ -108,7 +108,7 @@ OWN = {"own_embedding": True, "own_head": True}
 REFUSED = {
     "own embedding": ("zlab", OWN, "without own_embedding, which they replace by the target's; own_head"),
     "learned mask": ("zlab", {"learned_mask_embedding": True, "mask_token_id": None}, "without learned_mask_embedding"),
-    "draft tokens": ("zlab", FEW, "draft_token_ids, because they draft from all tokens.*can be exported --to speculators"),
+    "draft tokens": ("zlab", FEW, "draft_token_ids, because they draft from all tokens.*--to speculators, or give --all_tokens"),
     "last tap": ("zlab", {"target_layer_ids": (1, 5)}, "tap 5, which is the target's last layer: Hugging Face's hidden_states"),
     "two causalities": ("zlab", {"causal": (True, False)}, "z-lab's layout has one value"),
     "two windows": ("zlab", {"sliding_window": (4, 8)}, "one size for all sliding layers"),
@@ -241,6 +241,14 @@ def test_command(tmp_path, target_folder, target, capsys):
     assert error.startswith("error: ")
     assert "Call the folder plain-DFlash" in error
     assert "Traceback" not in error
+
+
+def test_all_tokens(tmp_path, target_folder, target):
+    """The same tensors; only the table of drafted tokens goes."""
+    save_drafter(random_drafter(**FEW), tmp_path / "d")
+    places = ["--drafter", str(tmp_path / "d"), "--target", str(target_folder), "--out", str(tmp_path / "x-DFlash")]
+    assert main(["export", "--to", "zlab", "--all_tokens", *places, "--target_name", "some/target"]) == 0
+    assert files(tmp_path / "x-DFlash") == files(export_again(tmp_path, target))
 
 
 def export_again(tmp_path, target):
