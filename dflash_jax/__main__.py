@@ -81,7 +81,7 @@ def export_command(argv: list[str]) -> int:
     parser.add_argument(
         "--all_tokens", action="store_true",
         help="let other engines draft from the whole vocabulary although the drafter names some tokens only: right where it "
-        "learned from all of them (as the shipped one did), and bad for acceptance where it was trained with drafter.draft_vocab_size",
+        "learned from all of them (as the shipped one did), bad for acceptance where it learned with drafter.draft_vocab_size",
     )  # fmt: skip
     asked = parser.parse_args(argv)
     target = load_target(asked.target)
