@@ -32,7 +32,7 @@ LAYERS = [
     ["__main__", "train", "serve"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-TEST_ONLY = {"torch", "transformers", "dflash"}
+TEST_ONLY = {"torch", "transformers", "dflash", "specforge"}
 
 
 def module_name(path: Path) -> str:
