@@ -34,7 +34,7 @@ LAYERS = [
     ["__main__", "train", "serve"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-TEST_ONLY = {"torch", "transformers", "dflash", "speculators"}
+TEST_ONLY = {"torch", "transformers", "dflash", "speculators", "specforge"}
 
 
 def module_name(path: Path) -> str:
