@@ -26,8 +26,9 @@ LAYERS = [
     ["loss", "verify", "tokenizer", "hf_config", "hf_weights", "prompts", "cli"],
     ["hf_drafter", "gguf", "decode", "conversations", "optim"],
     ["hf", "data", "generate", "train_step", "metrics"],
-    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat"],
-    ["trainer"],
+    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "wiring"],
+    ["trainer", "findings"],
+    ["doctor"],
     ["__init__"],
     ["__main__", "train", "serve"],
 ]
