@@ -354,6 +354,7 @@ def test_answers_with_a_tokenizer(monkeypatch):
         assert sample.answers().tolist() == [7, 8]
 
 
+@pytest.mark.one_cell
 def test_trials_equal_drafting_one_by_one(tiny_pair):
     """accepted and score of single blocks, from the cached context and a Python loop."""
     target, drafter, sample, taps = tiny_pair
@@ -394,6 +395,7 @@ def test_trials_equal_drafting_one_by_one(tiny_pair):
     assert trials.given.finite
 
 
+@pytest.mark.one_cell
 def test_a_random_drafter_is_flat_zero(tiny_pair):
     """Through all measured checks: nothing is said of wirings that are no better."""
     target, drafter, sample, _ = tiny_pair
@@ -550,8 +552,7 @@ MISWIRED = {
     "taps one too high": ({"target_layer_ids": (2, 9, 15, 21, 28)}, "target_layer_ids - 1", None),
     "two taps exchanged": ({"target_layer_ids": (1, 8, 20, 14, 27)}, "target_layer_ids ascending", None),
     "theta": ({"rope": RopeConfig(1e3)}, "the target's rope", None),
-    "scaling": ({"rope": RopeConfig(1e5, "linear", 2.0)}, "plain rope", "decays too fast at slot 2"),
-    "partial rotary": ({"rope": RopeConfig(1e5, partial_rotary_factor=0.25)}, "the target's rope", "first slot low"),
+    "scaling": ({"rope": RopeConfig(1e5, "linear", 2.0)}, "the target's rope", "decays too fast at slot 2"),
     "causal": ({"causal": (True, True, True)}, "is_causal false", None),
     "window": ({"sliding_window": (8, 8, 8)}, "no sliding window", None),
 }
