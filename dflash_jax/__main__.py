@@ -1,12 +1,14 @@
-"""python -m dflash_jax COMMAND: regenerate, bench, export, invariants. `COMMAND --help` lists the options."""
+"""python -m dflash_jax COMMAND: regenerate, bench, doctor, export, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 from dflash_jax.bench import bench
 from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
 from dflash_jax.conversations import read_prompts
+from dflash_jax.doctor import doctor
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.export import FORMATS, export_drafter
@@ -60,6 +62,25 @@ def bench_command(argv: list[str]) -> int:
     return bench(config)
 
 
+def doctor_command(argv: list[str]) -> int:
+    """Find out why a drafter accepts little."""
+    parser = config_parser(
+        "Find silent wiring errors: what config.json states against the target, weights, features, acceptance on short prompts, "
+        "and whether other taps, rope or windows would accept more. --target T and --drafter D stand for --target.path and "
+        "--drafter.path. Exit status 1 when a check failed; warnings alone give 0.",
+        prog="dflash_jax doctor",
+    )
+    parser.add_argument(
+        "--prompts", action="append", default=[], help="JSONL file of prompts, repeatable; default: sixteen short ones"
+    )
+    parsed = parser.parse_args([re.sub(r"^--(target|drafter)(?=$|=)", r"--\1.path", word) for word in argv])
+    config = build_config(parsed, parser)
+    if config.drafter.path is None:
+        raise ConfigError("there is no drafter: name it with --drafter")
+    prompts = read_prompts(parsed.prompts) if parsed.prompts else ()
+    return doctor(config.target.path, config.drafter.path, config.target.dtype, prompts)
+
+
 def export_command(argv: list[str]) -> int:
     """Write a drafter for other engines."""
     parser = plain_parser(
@@ -101,7 +122,13 @@ def invariants_command(argv: list[str]) -> int:
     return check_invariants()
 
 
-COMMANDS = {"regenerate": regenerate_command, "bench": bench_command, "export": export_command, "invariants": invariants_command}
+COMMANDS = {
+    "regenerate": regenerate_command,
+    "bench": bench_command,
+    "doctor": doctor_command,
+    "export": export_command,
+    "invariants": invariants_command,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -28,8 +28,9 @@ LAYERS = [
     ["hf_drafter"],
     ["hf_parts"],
     ["hf", "data", "generate", "train_step", "metrics"],
-    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export"],
-    ["trainer"],
+    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring"],
+    ["trainer", "findings"],
+    ["doctor"],
     ["__init__"],
     ["__main__", "train", "serve"],
 ]
