@@ -71,7 +71,8 @@ def edited(tmp_path, change, folder=None):
 
 
 def nested(**fields):
-    return lambda values: values["dflash_config"].update(fields)
+    """These stand at the top level too."""
+    return lambda values: (values.update(fields), values["dflash_config"].update(fields))
 
 
 def top(**fields):
@@ -83,6 +84,7 @@ def sliding(window):
 
 
 def no_mask(values):
+    values.pop("mask_token_id")
     values["dflash_config"].pop("mask_token_id")
 
 
