@@ -272,6 +272,13 @@ class Drafter:
         ids = self.config.draft_token_ids
         return jnp.asarray(ids, jnp.int32)[chosen] if ids else chosen
 
+    def over_vocabulary(self, law_V: Float[Array, "*shape N"]) -> Float[Array, "*shape V"]:
+        """A law over `unembed`'s places as one over the whole vocabulary: tokens that are never drafted have probability 0."""
+        ids = self.config.draft_token_ids
+        if not ids:
+            return law_V
+        return jnp.zeros((*law_V.shape[:-1], self.config.vocab_size), law_V.dtype).at[..., jnp.asarray(ids, jnp.int32)].set(law_V)
+
     def _drafted(self, x: Array, axis: int) -> Array:
         ids = self.config.draft_token_ids
         return jnp.take(x, jnp.asarray(ids, jnp.int32), axis=axis) if ids else x

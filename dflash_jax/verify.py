@@ -60,9 +60,9 @@ def verify_jointly(
 ) -> Verified:
     """`block`: the whole drafted block is judged together, which accepts at least as many tokens on average as `rejection`.
 
-    A prefix of i drafts keeps the weight P_i = min(1, P_(i-1) p / q). It passes with probability Z_i / (Z_i + 1 - P_i), where Z_i is
-    the mass of (P_i p - q)+ at the next slot (the whole block: P_J), and the LONGEST prefix that passes stands: a later one may pass
-    after a shorter one has not. Arguments as in `verify_rejection`.
+    A prefix of i drafts has the weight P_i = min(1, P_(i-1) p / q). It passes with probability Z_i / (Z_i + 1 - P_i), where Z_i
+    is the mass of (P_i p - q)+ at the next slot (the whole block: P_J), and the LONGEST prefix that passes stands: a later one may
+    pass after a shorter one has not. Arguments as in `verify_rejection`.
     """
     batch, drafted = draft_BJ.shape
     p_drafts_BJ, q_drafts_BJ = _at(p_BKV[:, :-1], draft_BJ), _at(q_BJV, draft_BJ)
@@ -86,9 +86,7 @@ def verify_jointly(
     return _redrawn(draft_BJ, q_BJV, p_BKV, accepted_B, kept_B, residual_B)
 
 
-def _redrawn(
-    draft_BJ: Array, q_BJV: Array, p_BKV: Array, accepted_B: Array, weight_B: Array, residual_B: Array
-) -> Verified:
+def _redrawn(draft_BJ: Array, q_BJV: Array, p_BKV: Array, accepted_B: Array, weight_B: Array, residual_B: Array) -> Verified:
     """The accepted drafts and then a token of (weight p - q)+; after a whole block there is no q."""
     at_B11 = accepted_B[:, None, None]
     p_BV = jnp.take_along_axis(p_BKV, at_B11, axis=1)[:, 0]

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
+from tiny_models import dense_drafter, table_target
 
+import dflash_jax.decode as decode_module
+import dflash_jax.sampling as sampling_module
+from dflash_jax.generate import generate
 from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
 
 pytestmark = pytest.mark.one_cell
@@ -30,7 +35,9 @@ class Laws:
 
     def __init__(self, seed, argmax=False):
         random = np.random.default_rng(seed)
-        self.p = {text: random.dirichlet(np.full(V, 0.7)) for n in range(TEXT + J) for text in itertools.product(range(V), repeat=n)}
+        self.p = {
+            text: random.dirichlet(np.full(V, 0.7)) for n in range(TEXT + J) for text in itertools.product(range(V), repeat=n)
+        }
         rows = [(text, draft) for text in TEXTS for draft in DRAFTS]
         by_text = {text: random.dirichlet(np.full(V, 0.7), J) for text in TEXTS}
         self.q_NJV = np.stack([by_text[text] for text, _ in rows])
@@ -75,9 +82,12 @@ def outcomes(rule, laws):
     thresholds_NJ = np.zeros((rows, J))
     for j in range(J):
         # Earlier slots pass, later ones pass only if they are certain to: then slot j alone decides whether more than j stand.
-        others_NJ = np.broadcast_to(np.where(np.arange(J) < j, 0.0, ALMOST_1), (rows, J))
-        slot_J = np.arange(J) == j
-        thresholds_NJ[:, j] = bisected(rows, lambda u, o=others_NJ, s=slot_J, j=j: run(np.where(s, u[:, None], o), np.zeros(rows))[0] > j)
+        others_J, here_J = np.where(np.arange(J) < j, 0.0, ALMOST_1), np.arange(J) == j
+
+        def stands(u_N, j=j, others_J=others_J, here_J=here_J):
+            return run(np.where(here_J, u_N[:, None], others_J), np.zeros(rows))[0] > j
+
+        thresholds_NJ[:, j] = bisected(rows, stands)
     found_NKV = np.zeros((rows, J + 1, V))
     for passes in itertools.product((True, False), repeat=J):
         chance_N = np.prod(np.where(passes, thresholds_NJ, 1 - thresholds_NJ), axis=1)
@@ -177,7 +187,8 @@ def test_tokens_without_probability_are_never_written(rule):
 def stops_at_the_first_failure(draft_BJ, q_BJV, p_BKV, accept_BJ, residual_B):
     """The block rule's chances with the slot-by-slot rule's stop: a later pass no longer helps."""
     whole = verify_jointly(draft_BJ, q_BJV, p_BKV, accept_BJ, residual_B)
-    prefixes = [verify_jointly(draft_BJ, q_BJV, p_BKV, jnp.where(jnp.arange(J) == j, accept_BJ, ALMOST_1), residual_B) for j in range(J)]
+    alone = [jnp.where(jnp.arange(J) == j, accept_BJ, ALMOST_1) for j in range(J)]
+    prefixes = [verify_jointly(draft_BJ, q_BJV, p_BKV, accept, residual_B) for accept in alone]
     passes_BJ = jnp.stack([one.accepted_B == j + 1 for j, one in enumerate(prefixes)], axis=1)
     accepted_B = jnp.minimum(jnp.cumprod(passes_BJ, axis=1).sum(1), whole.accepted_B).astype(jnp.int32)
     chosen = jnp.stack([one.tokens_BK for one in prefixes], axis=1)
@@ -231,3 +242,76 @@ WRONG = {
 @pytest.mark.parametrize(("rule", "argmax"), WRONG.items(), ids=[rule.__name__ for rule in WRONG])
 def test_a_wrong_rule_is_found(rule, argmax):
     assert distance(rule, Laws(0, argmax))[0] > 0.02
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The jitted loop on a small vocabulary: goodness of fit of the joint law of three tokens, fixed seeds
+
+SMALL, ROWS, RUNS = 5, 4096, 4
+PROMPT = [1, 4, 2]
+SETTINGS = {"temperature": 1.3, "top_p": 0.9, "top_k": 4}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = table_target(vocab_size=SMALL)
+    target.params["logits_VV"] = target.params["logits_VV"][:SMALL, :SMALL]
+    return target, dense_drafter(vocab_size=SMALL, mask_token_id=4, block_size=4, temperature=1.6)
+
+
+def surprise(pair, **options):
+    """How far the counts of the tokens after the first are from their law: chi-square, in standard deviations of a right sampler.
+
+    The first token comes from the prefill; rounds write the others, so they are counted together with it.
+    """
+    target, drafter = pair
+    law = np.zeros((SMALL,) * 3)
+    for text in np.ndindex(*law.shape):
+        shares = (reference_law(target.logits(PROMPT + list(text[:i])))[text[i]] for i in range(3))
+        law[text] = np.prod(list(shares))
+    counts, accepted = np.zeros_like(law), 0
+    for run in range(RUNS):
+        out = generate(target, drafter, [PROMPT] * ROWS, 3, seed=run * ROWS, stop_token_ids=[], **options)
+        np.add.at(counts, tuple(np.array(out.tokens).T), 1)
+        accepted += out.stats.pooled.accepted
+    assert accepted > ROWS, "so few drafts stand that the test says little"
+    expected = law * ROWS * RUNS
+    assert counts[expected == 0].sum() == 0, "tokens that the law excludes"
+    often = expected >= 5
+    return (((counts - expected)[often] ** 2 / expected[often]).sum() - often.sum()) / np.sqrt(2 * often.sum())
+
+
+def reference_law(logits):
+    kept = reference.process_logits(np.asarray(logits, np.float64), **SETTINGS)
+    return np.exp(kept - kept.max()) / np.exp(kept - kept.max()).sum()
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_the_loop_follows_the_law(pair, rule):
+    assert abs(surprise(pair, verify=rule, **SETTINGS)) < 4
+
+
+def top_p_before_temperature(logits_BKV, sampling, right=sampling_module.process_logits):
+    cut_BKV = right(logits_BKV, sampling._replace(temperature_B=jnp.ones_like(sampling.temperature_B)))
+    return cut_BKV / sampling.temperature_B[:, None, None]
+
+
+MUTANTS = {
+    "one key for drafts and redraws": (decode_module, "uniforms", lambda p, s, purpose, r: sampling_module.uniforms(p, s, 1, r)),
+    "top-p before temperature": (sampling_module, "process_logits", top_p_before_temperature),
+    "drafts of another law than they are judged by": (
+        decode_module,
+        "probabilities",
+        lambda x, s: sampling_module.probabilities(x, s._replace(temperature_B=0.7 * s.temperature_B)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "name", "wrong"), MUTANTS.values(), ids=MUTANTS)
+def test_a_wrong_loop_is_found(pair, monkeypatch, module, name, wrong):
+    monkeypatch.setattr(module, name, wrong)
+    jax.clear_caches()
+    try:
+        assert surprise(pair, verify="rejection", **SETTINGS) > 8
+    finally:
+        jax.clear_caches()
