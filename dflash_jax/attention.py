@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.layers import product
+from dflash_jax.layers import product, softcap
 
 # Large and finite: a row that sees nothing stays finite, forward and backward.
 HIDDEN_SCORE = -1e30
@@ -16,14 +16,24 @@ def cached_attention(
     v_BGCE: Float[Array, "B G C E"],
     positions_BT: Int[Array, "B T"],
     dtype: str,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Causal attention over a cache: the query at position p sees the cache slots 0..p. Returns float32."""
+    """Causal attention over a cache: the query at position p sees the cache slots 0..p, or the last `window` of them.
+
+    `scale` multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32.
+    """
     batch, length, heads, width = q_BTHE.shape
     groups = k_BGCE.shape[1]
-    q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * jnp.float32(width**-0.5)
-    scores_BGRTC = product("btgre,bgce->bgrtc", q_BTGRE, k_BGCE, dtype)
+    factor = jnp.float32(width**-0.5 if scale is None else scale)
+    q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * factor
+    scores_BGRTC = softcap(product("btgre,bgce->bgrtc", q_BTGRE, k_BGCE, dtype), cap)
     slots_C = jnp.arange(k_BGCE.shape[2], dtype=positions_BT.dtype)
     seen_BTC = slots_C[None, None, :] <= positions_BT[:, :, None]
+    if window is not None:
+        seen_BTC &= slots_C[None, None, :] > positions_BT[:, :, None] - window
     weights_BGRTC = jax.nn.softmax(jnp.where(seen_BTC[:, None, None], scores_BGRTC, HIDDEN_SCORE), axis=-1)
     return product("bgrtc,bgce->btgre", weights_BGRTC, v_BGCE, dtype).reshape(batch, length, heads, width)
 

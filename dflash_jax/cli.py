@@ -54,6 +54,11 @@ def config_parser(description: str, prog: str | None = None) -> Any:
     return parser
 
 
+def plain_parser(description: str, prog: str) -> Any:
+    """A parser without the options of `Config`, for commands that need few."""
+    return _Parser(prog=prog, description=description, allow_abbrev=False)
+
+
 def build_config(parsed: Any, parser: Any) -> Config:
     """The `Config` among parsed arguments."""
     for field in dataclasses.fields(Config):

@@ -42,7 +42,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A dense decoder-only target (Llama, SmolLM2, Qwen2, Qwen3)."""
+    """A dense decoder-only target. Defaults are the plain Llama layer; `hf_config.FAMILIES` says which model has what."""
 
     model_type: str
     vocab_size: int
@@ -64,6 +64,25 @@ class TargetConfig:
     pad_token_id: int | None = None
     dtype: Dtype = "float32"
     """operand dtype of matrix products; they accumulate to float32 whatever it is"""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    sliding_window: tuple[int | None, ...] = ()
+    """per layer: the query at position p sees keys at positions > p - window; None sees all, and so does every layer when empty"""
+    local_rope: RopeConfig | None = None
+    """rotary positions of layers with a window; None takes `rope`"""
+    layers_without_rope: tuple[int, ...] = ()
+    norm_offset: float = 0.0
+    """added to every norm's scale: Gemma stores scale - 1"""
+    sandwich_norms: bool = False
+    """norm what attention and MLP give too, before it joins the residual"""
+    attention_scale: float | None = None
+    """multiplies queries; None is head_dim ** -0.5"""
+    attention_softcap: float | None = None
+    """c bounds attention scores: c tanh(score / c)"""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """multiplies what attention and MLP add to the residual"""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -111,6 +130,8 @@ class DFlashConfig:
     learned_mask_embedding: bool = False
     own_embedding: bool = False
     own_head: bool = False
+    input_embedding_scale: float = 1.0
+    """what multiplies the target's embedding rows at the drafter's input: the target's own embedding_scale"""
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     max_position: int = 40960
@@ -131,20 +152,18 @@ class DFlashConfig:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        n = self.num_draft_layers
         put("target_layer_ids", tuple(self.target_layer_ids))
         if not self.target_layer_ids:
             put("target_layer_ids", default_target_layer_ids(self.num_target_layers, self.num_target_sampled_layers))
         put("num_target_sampled_layers", len(self.target_layer_ids))
-        put("sliding_window", tuple(self.sliding_window) or (None,) * n)
-        put("causal", tuple(self.causal) or (False,) * n)
+        put("sliding_window", tuple(self.sliding_window) or (None,) * self.num_draft_layers)
+        put("causal", tuple(self.causal) or (False,) * self.num_draft_layers)
         put("draft_token_ids", tuple(self.draft_token_ids))
         self._check()
 
     def _check(self) -> None:
         ids, n = self.target_layer_ids, self.num_draft_layers
-        sizes = ("target_hidden_dim", "draft_hidden_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-        for name in sizes:
+        for name in ("target_hidden_dim", "draft_hidden_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
@@ -183,25 +202,6 @@ class DFlashConfig:
 def loss_decay_gamma(block_size: int) -> float:
     """The paper's gamma for a block size (appendix: 4, 5, 7 for blocks of 8, 10, 16), on lines through these."""
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
-
-
-def check_drafter_fits(config: DFlashConfig, target: TargetConfig) -> None:
-    """Refuse a drafter made for another target, or one whose mask token the target uses (stop or pad). Raises `ConfigError`."""
-    for name, drafter_has, target_has in (
-        ("target_hidden_dim", config.target_hidden_dim, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-    ):
-        if drafter_has != target_has:
-            raise ConfigError(
-                f"the drafter's {name} is {drafter_has}, but the target has {target_has}: load the target it was trained for"
-            )
-    mask = config.mask_token_id
-    if mask is not None and (mask in target.stop_token_ids or mask == target.pad_token_id):
-        raise ConfigError(
-            f"mask_token_id {mask} is a stop or pad token of the target (stop {list(target.stop_token_ids)}, "
-            f"pad {target.pad_token_id}): choose an id that the target never writes"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

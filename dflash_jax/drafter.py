@@ -1,5 +1,6 @@
 """The drafter: a few layers whose keys and values also hold features read from inside the target (paper, section 3.1)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention import anchored_attention
 from dflash_jax.cache import KVCache, init_cache, write
-from dflash_jax.config import DFlashConfig
+from dflash_jax.config import DFlashConfig, TargetConfig
+from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
 
 
@@ -287,3 +289,28 @@ class Drafter:
 def abstract_drafter(config: DFlashConfig) -> DraftModel:
     """The module with shapes in place of arrays."""
     return nnx.eval_shape(lambda: DraftModel(jax.random.key(0), config))
+
+
+def check_drafter_fits(config: DFlashConfig, target: TargetConfig) -> None:
+    """Refuse a drafter made for another target, or one whose mask token the target uses (stop or pad). Raises `ConfigError`."""
+    for name, drafter_has, target_has in (
+        ("target_hidden_dim", config.target_hidden_dim, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if drafter_has != target_has:
+            raise ConfigError(
+                f"the drafter's {name} is {drafter_has}, but the target has {target_has}: load the target it was trained for"
+            )
+    ours, theirs = config.input_embedding_scale, target.embedding_scale
+    if not (config.own_embedding or math.isclose(ours, theirs, rel_tol=0.01)):  # bfloat16 may have rounded it
+        raise ConfigError(
+            f"the drafter multiplies embeddings by {ours} (input_embedding_scale), but the target by {theirs}: load the target it "
+            "was trained for"
+        )
+    mask = config.mask_token_id
+    if mask is not None and (mask in target.stop_token_ids or mask == target.pad_token_id):
+        raise ConfigError(
+            f"mask_token_id {mask} is a stop or pad token of the target (stop {list(target.stop_token_ids)}, "
+            f"pad {target.pad_token_id}): choose an id that the target never writes"
+        )

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DecodeConfig, check_drafter_fits
+from dflash_jax.config import DecodeConfig
 from dflash_jax.decode import DecodeState, Rule, decode, prefill, prefill_lengths
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.sampling import sampling_rows
 from dflash_jax.targets import Target

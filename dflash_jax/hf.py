@@ -8,8 +8,11 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,12 +21,13 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dflash_jax.config import Dtype, TargetConfig, check_drafter_fits, read_json
-from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.config import Dtype, TargetConfig, read_json
+from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.gguf import embedded_model_path, read_gguf
-from dflash_jax.hf_config import target_config
+from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_json, refuse_relatives
+from dflash_jax.hf_parts import drafter_parts, drafter_tensors, own_tensors
 from dflash_jax.hf_weights import (
     Place,
     Tensor,
@@ -33,6 +37,7 @@ from dflash_jax.hf_weights import (
     place_default,
     safetensors_tensors,
     slots,
+    split_fused,
     to_numpy_dtype,
 )
 from dflash_jax.sharding import spec
@@ -41,7 +46,6 @@ from dflash_jax.targets.dense import DenseTarget, abstract_decoder
 from dflash_jax.tokenizer import Tokenizer
 
 EMBEDDED_NAME = "smollm2-135m"
-_FILES = ("config.json", "model.safetensors")
 
 
 def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> DenseTarget:
@@ -67,6 +71,10 @@ def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = N
     abstract = nnx.state(abstract_decoder(config), nnx.Param)
 
     tensors = safetensors_tensors(folder)
+    if FAMILIES[config.model_type].fused:
+        kv_rows = config.num_kv_heads * config.head_dim
+        rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_rows, "gate_proj": config.mlp_dim}
+        tensors = split_fused(tensors, rows)
     _check_tied_head(config, tensors, str(folder))
 
     def skip(name: str) -> bool:
@@ -85,7 +93,9 @@ def load_text_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | Non
 
 
 def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> Drafter:
-    """A drafter from a folder or hub id in z-lab's layout, in the old schema or the new one, checked against its target.
+    """A drafter from a folder or hub id, checked against its target.
+
+    It may be in z-lab's layout (the old schema or the new one), in speculators' or in that of the Muse assistant: docs/formats.md.
 
     Args:
         target: the model it drafts for.
@@ -101,22 +111,19 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
     values = read_json(where)
     nested = values.get("dflash_config")
     named = values.get("architectures")
-    architectures = [str(name) for name in named] if isinstance(named, list) else []
-    refuse_relatives([*architectures, *values, *(nested if isinstance(nested, dict) else ())], where)
+    classes = [*(named if isinstance(named, list) else ()), values.get("model_type"), values.get("speculators_model_type")]
+    refuse_relatives([*map(str, classes), *values, *(nested if isinstance(nested, dict) else ())], where)
+    tensors = drafter_tensors(safetensors_tensors(folder), str(folder))
+    refuse_relatives(list(tensors), str(folder))
+    parts = drafter_parts(tensors, target, str(folder))
     try:
-        config = dataclasses.replace(config_from_json(values, where), dtype=operand_dtype)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    try:
+        config = dataclasses.replace(config_from_json(values, where, target.config, parts), dtype=operand_dtype)
         check_drafter_fits(config, target.config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    tensors = safetensors_tensors(folder)
-    refuse_relatives([tensor.name for tensor in tensors], str(folder))
-    # Some exporters keep the class's prefix.
-    tensors = [tensor._replace(name=tensor.name.removeprefix("model.")) for tensor in tensors]
-    params = fill_state(nnx.state(abstract_drafter(config), nnx.Param), tensors, str(folder), operand_dtype, rename=_file_name)
-    return Drafter(config, params)
+    abstract = nnx.state(abstract_drafter(config), nnx.Param)
+    files = own_tensors(tensors, config)
+    return Drafter(config, fill_state(abstract, files, str(folder), operand_dtype, rename=_file_name))
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, dtype: str = "bfloat16") -> None:
@@ -129,15 +136,23 @@ def save_drafter(drafter: Drafter, folder: str | Path, dtype: str = "bfloat16") 
         CheckpointError: the folder holds something else than a drafter, or cannot be written (an earlier drafter stays intact).
         ConfigError: per-layer settings that the layout cannot express.
     """
+    write_drafter(folder, config_to_json(drafter.config, check_dtype(dtype)), drafter_arrays(drafter, dtype))
+
+
+def write_drafter(
+    folder: str | Path, config: dict[str, Any], arrays: dict[str, np.ndarray], texts: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write config.json, model.safetensors and `texts` (by file name): all or nothing, as `save_drafter` does.
+
+    Raises `CheckpointError` when the folder holds something else than a drafter, or cannot be written.
+    """
     folder = Path(folder).expanduser().absolute()
-    config = config_to_json(drafter.config, check_dtype(dtype))
-    arrays = _arrays(drafter, dtype)
     _check_replaceable(folder)
     try:
         text = re.sub(
             r"\[[\d\s,]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2)
         )  # lists on one line
-        _write_folder(folder, text + "\n", arrays)
+        _write_folder(folder, {"config.json": text + "\n"} | dict(texts), arrays)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written ({error}): free some space there, or give another folder") from None
 
@@ -205,7 +220,7 @@ def _file_name(name: str) -> str:
     return "mask_embedding" if name == "mask_embedding.weight" else name.removeprefix("fuser.")
 
 
-def _write_folder(folder: Path, config: str, arrays: dict[str, np.ndarray]) -> None:
+def _write_folder(folder: Path, texts: dict[str, str], arrays: dict[str, np.ndarray]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside the folder and so in the same file system: once the files are complete, only renames are left to do.
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -213,11 +228,12 @@ def _write_folder(folder: Path, config: str, arrays: dict[str, np.ndarray]) -> N
     try:
         new.mkdir()
         save_file(arrays, new / "model.safetensors", metadata={"format": "pt"})
-        (new / "config.json").write_text(config, encoding="utf-8")
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")
         shutil.copymode(new / "config.json", new / "model.safetensors")  # safetensors makes files that only their owner reads
         if folder.exists():
             for item in folder.iterdir():
-                if item.name not in _FILES:
+                if item.name not in {"model.safetensors", *texts}:
                     (shutil.copytree if item.is_dir() else shutil.copy2)(item, new / item.name)
             folder.rename(old)
         try:
@@ -231,7 +247,7 @@ def _write_folder(folder: Path, config: str, arrays: dict[str, np.ndarray]) -> N
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _arrays(drafter: Drafter, dtype: str) -> dict[str, np.ndarray]:
+def drafter_arrays(drafter: Drafter, dtype: str) -> dict[str, np.ndarray]:
     """Every parameter under its file name, in the file's layout. Raises `CheckpointError` when they do not fit the config."""
     leaves = {path: variable.get_value() for path, variable in nnx.to_flat_state(drafter.params)}
     table = slots(nnx.state(abstract_drafter(drafter.config), nnx.Param), _file_name)

@@ -1,139 +1,256 @@
-"""A drafter's config.json in z-lab's layout, read and written.
+"""A drafter's config.json, read and written in the layouts of `hf_layouts`.
 
-What that layout cannot say (our own embedding and head, the learned mask, training settings) stands in
+What z-lab's layout cannot say (our own embedding and head, the learned mask, training settings) stands in
 `dflash_config.dflash_jax`; a drafter that other engines would misread gets another architecture name, so that they refuse it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from dflash_jax.config import DFlashConfig
+from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.hf_config import IGNORED_KEYS, Fields, check_rotated_dims, read_rope, rope_to_json
+from dflash_jax.hf_config import IGNORED_KEYS, check_rotated_dims, read_rope, rope_to_json
+from dflash_jax.hf_layouts import COMPOUNDS, FIELDS, LAYOUTS, RELATIVES, REQUIRED, Derived, Sections
 
 ARCHITECTURE = "DFlashDraftModel"
 OWN_ARCHITECTURE = "DFlashJaxDraftModel"
-"""for drafters with their own embedding, head or mask, which other engines would silently replace by the target's, and for those
-that draft some tokens only: others would draft from all, which training did not teach"""
-ARCHITECTURES = (ARCHITECTURE, OWN_ARCHITECTURE, "DFlashForCausalLM")
+"""for drafters with their own embedding, head or mask, which other engines would silently replace by the target's, for those that
+draft some tokens only: others would draft from all, which training did not teach, and for those that tap the last layer"""
+SPECULATORS_ARCHITECTURE = "DFlashSpeculator"
+ARCHITECTURES = (ARCHITECTURE, OWN_ARCHITECTURE, "DFlashForCausalLM", "Qwen3DFlashDraftModel", SPECULATORS_ARCHITECTURE)
+LAST_TAP = (
+    "is the target's last layer: Hugging Face's hidden_states hold it after the final norm and engines read it before, "
+    "so the two would disagree"
+)
 
-# Drafters of the same family with parts that we do not have: words in tensor names, config fields and architecture names.
-_RELATIVES = {
-    "DFlash 2": ("attention_conv", "mlp_conv", "candidate_selector", "conv_kernel_size", "selector_rank", "DFlash2"),
-    "DSpark": ("markov", "DSpark"),
-    "speculators": ("speculators_model_type", "DFlashSpeculator"),
-}
-_IGNORED = IGNORED_KEYS | {"auto_map", "tie_word_embeddings", "eos_token_id", "pad_token_id"}
-# The fields of `dflash_config.dflash_jax`.
-_OWN_FIELDS = (
-    "loss_decay_gamma", "own_embedding", "own_head", "learned_mask_embedding", "dropout", "temperature", "draft_token_ids",
-)  # fmt: skip
+_IGNORED = IGNORED_KEYS | {
+    "auto_map", "tie_word_embeddings", "eos_token_id", "pad_token_id", "speculators_model_type", "speculators_version",
+    "proposal_methods", "default_proposal_method", "verifier",
+}  # fmt: skip
+# What every drafter's layers are, written for readers that ask.
+_CONSTANTS = {
+    "model_type": "qwen3", "hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """What the tensors of a drafter's files say beside its config.json."""
+
+    draft_token_ids: tuple[int, ...] = ()
+    own_embedding: bool = False
+    own_head: bool = False
+
+
+NO_PARTS = Parts()
 
 
 def refuse_relatives(names: list[str], source: str) -> None:
     """Refuse a drafter of another kind by name; `names` are tensors, config fields and architectures. Raises `CheckpointError`."""
-    for relative, words in _RELATIVES.items():
-        found = [name for name in names if any(word in name for word in words)]
+    for relative, words in RELATIVES.items():
+        found = [name for name in names if any(word in name.lower() for word in words)]
         if found:
             raise CheckpointError(f"{source} is a {relative} drafter ({found[0]}), which is not supported: take a DFlash drafter")
 
 
-def config_from_json(values: dict[str, Any], where: str) -> DFlashConfig:
-    """A drafter's config.json as a `DFlashConfig` (dtype left at its default).
-
-    block_size, mask_token_id and target_layer_ids are read from `dflash_config` or the top level. Where loss_decay_gamma is not
-    stated (z-lab's files), it is the paper's value for the block size; only training reads it. Raises `CheckpointError`.
-    """
-    top = Fields(values, where)
-    nested = Fields(top.get("dflash_config", dict, {}), f"{where}: dflash_config")
-    own = Fields(nested.get("dflash_jax", dict, {}), f"{where}: dflash_config.dflash_jax")
-
-    def either(name: str, kind: type, default: Any = None) -> Any:
-        inner, outer = nested.get(name, kind, None), top.get(name, kind, None)
-        if inner is not None and outer is not None and inner != outer:
-            raise CheckpointError(f"{where}: {name} is {outer!r} at the top and {inner!r} in dflash_config: make them equal")
-        return outer if inner is None else inner if inner is not None else default
-
-    architectures = top.get("architectures", list, [ARCHITECTURE])
-    if not any(name in ARCHITECTURES for name in architectures):
+def layout_of(values: dict[str, Any], where: str) -> str:
+    """The name in `LAYOUTS` of a config.json's layout. Raises `CheckpointError` when it is no DFlash drafter."""
+    kind = values.get("speculators_model_type")
+    if kind is not None:
+        if kind != "dflash":
+            raise CheckpointError(f"{where} is a speculators drafter of type {kind!r}, not dflash: take a DFlash drafter")
+        return "speculators"
+    if values.get("model_type") == LAYOUTS["assistant"].model_type:
+        return "assistant"
+    architectures = [ARCHITECTURE] if values.get("architectures") is None else values["architectures"]
+    if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
         raise CheckpointError(f"{where}: architectures {architectures} are no DFlash drafter (that is {ARCHITECTURE})")
-    if top.get("model_type", str, "qwen3") != "qwen3":
-        raise CheckpointError(f"{where}: model_type {values['model_type']!r} is not supported: drafters are qwen3 for every target")
-    for fields in (top, nested):  # output scales of other targets: z-lab reads them from either place
-        for name, only in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0)):
-            fields.require(name, only)
-    top.require("hidden_act", "silu")
-    top.require("draft_vocab_size", values.get("vocab_size"))
+    return "zlab"
 
-    num_layers, num_target_layers = top.size("num_hidden_layers"), top.size("num_target_layers")
-    ids = either("target_layer_ids", list)
-    if not ids or not all(type(i) is int for i in ids):
-        raise CheckpointError(f"{where}: target_layer_ids in dflash_config is {ids}: add the layers it was trained with, 0-based")
-    block_size = either("block_size", int)
-    if block_size is None:
-        raise CheckpointError(f"{where} lacks block_size: add the trained one")
-    windows, causal = _read_layers(top, either("causal", bool), num_layers)
-    _check_swa(nested, windows)
-    hidden = top.size("hidden_size")
-    config = DFlashConfig(
-        target_hidden_dim=top.get("target_hidden_size", int, hidden),
-        draft_hidden_dim=hidden,
-        vocab_size=top.size("vocab_size"),
-        num_target_layers=num_target_layers,
-        num_heads=top.size("num_attention_heads"),
-        num_kv_heads=top.size("num_key_value_heads"),
-        head_dim=top.size("head_dim"),
-        mlp_dim=top.size("intermediate_size"),
-        block_size=block_size,
-        num_draft_layers=num_layers,
-        target_layer_ids=tuple(ids),
-        mask_token_id=either("mask_token_id", int),
-        rms_norm_eps=top.positive("rms_norm_eps"),
-        rope=read_rope(top),
-        max_position=top.size("max_position_embeddings"),
-        attention_bias=top.get("attention_bias", bool, False),
-        sliding_window=windows,
-        causal=causal,
-        loss_decay_gamma=own.get("loss_decay_gamma", float, min(block_size / 2, 7.0)),
-        own_embedding=own.get("own_embedding", bool, False),
-        own_head=own.get("own_head", bool, False),
-        learned_mask_embedding=own.get("learned_mask_embedding", bool, False),
-        dropout=own.get("dropout", float, 0.0),
-        temperature=own.get("temperature", float, 0.0),
-        draft_token_ids=_read_token_ids(own),
-    )
-    top.finish(_IGNORED)
-    nested.finish(_IGNORED)
-    own.finish()
-    check_rotated_dims(config.rope, config.head_dim, where)
-    return config
+
+def config_from_json(
+    values: dict[str, Any], where: str, target: TargetConfig | None = None, parts: Parts = NO_PARTS
+) -> DFlashConfig:
+    """A drafter's config.json as a `DFlashConfig` (dtype left at its default), in any layout.
+
+    Args:
+        target: what speculators' and the assistant's layout leave out (depth, vocabulary) is the target's.
+        parts: what the drafter's tensors say.
+    Raises:
+        CheckpointError: a field is missing, malformed or unknown, two places disagree, or it taps the target's last layer.
+        ConfigError: the fields do not make a drafter.
+    """
+    layout = layout_of(values, where)
+    sections = Sections(values, where, layout)
+    found: dict[str, Any] = {}
+    for field in FIELDS:
+        if field.kind in COMPOUNDS:
+            continue
+        value = sections.read(field)
+        if value is None and layout != "zlab" and target is not None and field.target:
+            value = getattr(target, field.target)
+        if value is None and field.absent is REQUIRED:
+            raise sections.lacks(field)
+        if value is None:
+            value = field.absent.value(found) if isinstance(field.absent, Derived) else field.absent
+        found[field.name] = value
+    found |= {"rope": read_rope(sections.body)} | _read_attention(sections, found["num_draft_layers"])
+    found |= _read_parts(sections, found, parts)
+    sections.finish(_IGNORED)
+    check_rotated_dims(found["rope"], found["head_dim"], where)
+    own = layout == "zlab" and OWN_ARCHITECTURE in (values.get("architectures") or ())
+    last = found["num_target_layers"] - 1
+    if last in found["target_layer_ids"] and not own:
+        raise CheckpointError(f"{where}: tap {last} {LAST_TAP}. Take a drafter with other taps")
+    return DFlashConfig(**found)
 
 
 def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a drafter, with each value in every place where some engine looks for it.
+    """The config.json of a drafter in z-lab's layout, with each value in every place where some engine looks for it.
 
     Raises `ConfigError` when layers differ in a way that the layout cannot say (it has one window and one `is_causal`).
     """
+    causal: bool | None = None
+    if len(set(config.causal)) == 1:
+        causal = config.causal[0]
+    elif config.causal != tuple(w is not None for w in config.sliding_window):  # else it is what readers assume
+        raise ConfigError(f"causal {list(config.causal)}: z-lab's layout has one value, or causal sliding layers and full others")
+    architecture = OWN_ARCHITECTURE if differences(config) else ARCHITECTURE
+    return _write("zlab", {"architectures": [architecture]}, config, dtype, {"is_causal": causal, "causal": causal})
+
+
+def config_to_speculators(config: DFlashConfig, dtype: str, verifier: str, verifier_class: str) -> dict[str, Any]:
+    """The config.json of a drafter in speculators' layout (package `speculators` 0.9.0), for the target `verifier`.
+
+    Raises `ConfigError` when the layout cannot say the drafter's attention: full layers are bidirectional there.
+    """
+    sliding = [causal for causal, window in zip(config.causal, config.sliding_window, strict=True) if window is not None]
+    full = [causal for causal, window in zip(config.causal, config.sliding_window, strict=True) if window is None]
+    if any(full) or len(set(sliding)) > 1:
+        raise ConfigError(
+            f"causal {list(config.causal)}: speculators' layout has bidirectional full layers and one value for sliding ones"
+        )
+    head = {
+        "architectures": [SPECULATORS_ARCHITECTURE],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy", "speculative_tokens": config.block_size - 1, "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": [verifier_class]},
+        },
+        "sample_from_anchor": False,
+    }  # fmt: skip
+    if config.input_embedding_scale != 1.0:
+        raise ConfigError(
+            f"input_embedding_scale is {config.input_embedding_scale}, but speculators' class reads embeddings as they are stored: "
+            "export --to zlab"
+        )
+    drafted = len(config.draft_token_ids) or config.vocab_size
+    attention = {"sliding_window_non_causal": bool(sliding) and not sliding[0], "draft_vocab_size": drafted}
+    return _write("speculators", head, config, dtype, attention)
+
+
+def differences(config: DFlashConfig) -> list[str]:
+    """What z-lab's layout cannot tell other engines about a drafter; they would silently do without it."""
+    last = config.num_target_layers - 1
+    told = {
+        "own_embedding, which they replace by the target's": config.own_embedding,
+        "own_head, which they replace by the target's": config.own_head,
+        "learned_mask_embedding, which they do not read": config.learned_mask_embedding,
+        "draft_token_ids, because they draft from all tokens": config.draft_token_ids,
+        f"tap {last}, which {LAST_TAP}": last in config.target_layer_ids,
+    }
+    return [text for text, present in told.items() if present]
+
+
+def _read_attention(sections: Sections, num_layers: int) -> dict[str, Any]:
+    """Each layer's window and causality, as z-lab 0.1.0 reads them (its class on top of transformers' Qwen3Config)."""
+    body, assistant = sections.body, sections.layout == "assistant"
+    window = body.get("sliding_window", int, None)
+    if assistant:
+        window = None if window is None else window + 1  # its mask keeps keys at a distance of the window itself
+    elif not body.get("use_sliding_window", bool, False):
+        window = None
+    types = body.get("layer_types", list, [])
+    if not types:
+        full = 0 if assistant else num_layers if window is None else body.get("max_window_layers", int)
+        types = ["full_attention" if i < full else "sliding_attention" for i in range(num_layers)]
+    if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
+        raise CheckpointError(f"{body.where}: layer_types {types} is not {num_layers} of full_attention and sliding_attention")
+    if "sliding_attention" in types and window is None:
+        raise CheckpointError(f"{body.where}: layer_types has sliding layers: add sliding_window, and use_sliding_window true")
+    sliding = [kind == "sliding_attention" for kind in types]
+    windows = tuple(window if s else None for s in sliding)
+    _check_second_window(sections, windows)
+    return {"sliding_window": windows, "causal": _read_causal(sections, sliding)}
+
+
+def _read_causal(sections: Sections, sliding: list[bool]) -> tuple[bool, ...]:
+    homes = next(field for field in FIELDS if field.name == "causal").homes(sections.layout)
+    said = {home: flag for home in homes if (flag := sections.read_flag(home)) is not None}
+    if sections.layout == "assistant":
+        return (False,) * len(sliding)
+    if sections.layout == "speculators":
+        non_causal = said.pop("sliding_window_non_causal", False)
+        implied = tuple(s and not non_causal for s in sliding)
+        for home, value in said.items():
+            if set(implied) != {value}:
+                raise CheckpointError(
+                    f"{sections.where}: {home} is {value}, but by sliding_window_non_causal the layers are {list(implied)}: "
+                    "make them agree, or export the drafter again"
+                )
+        return implied
+    if len(set(said.values())) > 1:
+        raise CheckpointError(f"{sections.where}: {' and '.join(f'{home} is {v}' for home, v in said.items())}: make them agree")
+    return (next(iter(said.values())),) * len(sliding) if said else tuple(sliding)
+
+
+def _check_second_window(sections: Sections, windows: tuple[int | None, ...]) -> None:
+    """A second way to state the window, in `dflash_config`; it must agree with layer_types."""
+    nested = sections.parts.get("dflash_config")
+    if nested is None:
+        return
+    used, size = nested.get("use_swa", bool, False), nested.get("swa_window_size", int, None)
+    if used and set(windows) - {None} != {size}:
+        raise CheckpointError(f"{nested.where}: swa_window_size is {size}, but the layers have {list(windows)}: make them equal")
+
+
+def _read_parts(sections: Sections, found: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """Embedding, head and draft vocabulary: what config.json says, and what the tensors say."""
+    where, ids = sections.where, found["draft_token_ids"] or parts.draft_token_ids
+    if parts.draft_token_ids and ids != parts.draft_token_ids:
+        raise CheckpointError(f"{where}: draft_token_ids is not what the tensor d2t says: remove one of them")
+    size = None if sections.layout == "assistant" else sections.parts[""].get("draft_vocab_size", int, None)
+    if size is not None and size != (len(ids) or found["vocab_size"]):
+        raise CheckpointError(
+            f"{where}: draft_vocab_size is {size}, but the weights draft {len(ids) or 'all'} tokens (tensor d2t): "
+            "fetch the files again"
+        )
+    if parts.own_embedding and not found["own_embedding"] and found["input_embedding_scale"] != 1.0:
+        raise CheckpointError(
+            f"{where}: input_embedding_scale is for the target's embedding, but the weights have their own embed_tokens.weight: "
+            "remove the tensor if it is a copy of the target's, or the field"
+        )
+    return {
+        "draft_token_ids": ids,
+        "own_embedding": found["own_embedding"] or parts.own_embedding,
+        "own_head": found["own_head"] or parts.own_head,
+    }
+
+
+def _write(layout: str, head: dict[str, Any], config: DFlashConfig, dtype: str, attention: dict[str, Any]) -> dict[str, Any]:
+    """`head`, and every field in all its homes. A value of None in `attention` is not written."""
     windows = {w for w in config.sliding_window if w is not None}
     if len(windows) > 1:
-        raise ConfigError(f"sliding_window {list(config.sliding_window)}: z-lab's layout has one size for all sliding layers")
-    rope = rope_to_json(config.rope)
-    differs = config.own_embedding or config.own_head or config.learned_mask_embedding or config.draft_token_ids
-    values: dict[str, Any] = {
-        "architectures": [OWN_ARCHITECTURE if differs else ARCHITECTURE],
-        "model_type": "qwen3",
-        "hidden_size": config.draft_hidden_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_draft_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "num_target_layers": config.num_target_layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": config.max_position,
+        raise ConfigError(f"sliding_window {list(config.sliding_window)}: the layout has one size for all sliding layers")
+    rope, rotated = rope_to_json(config.rope), config.rope.partial_rotary_factor
+    compound = attention | {
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.type == "default" else rope | {"type": config.rope.type},  # type: an older spelling
         "rope_parameters": rope | {"rope_theta": config.rope.theta},
@@ -141,64 +258,29 @@ def config_to_json(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "use_sliding_window": bool(windows),
         "sliding_window": next(iter(windows), None),
         "max_window_layers": config.num_draft_layers,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "dtype": dtype,
-        "block_size": config.block_size,
-        "dflash_config": {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-            "dflash_jax": {name: getattr(config, name) for name in _OWN_FIELDS} | {"draft_token_ids": list(config.draft_token_ids)},
-        },
     }
-    if config.rope.partial_rotary_factor != 1.0:
-        values["partial_rotary_factor"] = config.rope.partial_rotary_factor
-    if config.target_hidden_dim != config.draft_hidden_dim:
-        values["target_hidden_size"] = config.target_hidden_dim
-    if config.causal != tuple(w is not None for w in config.sliding_window):  # else it is what readers assume
-        if len(set(config.causal)) > 1:
-            raise ConfigError(
-                f"causal {list(config.causal)}: z-lab's layout has one value, or causal sliding layers and full others"
-            )
-        values["is_causal"] = config.causal[0]
+    absent = {name for name, value in attention.items() if value is None}
+    absent |= {"partial_rotary_factor"} if rotated == 1.0 else set()
+    absent |= {"input_embedding_scale"} if config.input_embedding_scale == 1.0 else set()
+    absent |= {"target_hidden_size"} if config.target_hidden_dim == config.draft_hidden_dim else set()
+    compound["partial_rotary_factor"] = rotated
+    body = LAYOUTS[layout].body
+    values = dict(head)
+    _put(values, body, _CONSTANTS | {"dtype": dtype})
+    for field in FIELDS:
+        for home in field.homes(layout, written=True):
+            section, _, key = home.rpartition(".")
+            if key in absent:
+                continue
+            value = compound[key] if field.kind in COMPOUNDS else getattr(config, field.name)
+            if key == "aux_hidden_state_layer_ids":
+                value = tuple(i + 1 for i in value)
+            _put(values, section, {key: list(value) if isinstance(value, tuple) else value})
     return values
 
 
-def _read_layers(top: Fields, causal_alias: bool | None, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Each layer's window and causality, as z-lab 0.1.0 reads them (its class on top of transformers' Qwen3Config)."""
-    window = top.get("sliding_window", int, None)
-    if not top.get("use_sliding_window", bool, False):
-        window = None
-    types = top.get("layer_types", list, [])
-    if not types:
-        first = num_layers if window is None else top.get("max_window_layers", int)
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if len(types) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
-        raise CheckpointError(f"{top.where}: layer_types {types} is not {num_layers} of full_attention and sliding_attention")
-    if "sliding_attention" in types and window is None:
-        raise CheckpointError(f"{top.where}: layer_types has sliding layers: add sliding_window, and use_sliding_window true")
-    sliding = [kind == "sliding_attention" for kind in types]
-    is_causal = top.get("is_causal", bool, None)
-    if is_causal is not None and causal_alias is not None and is_causal != causal_alias:
-        raise CheckpointError(f"{top.where}: is_causal is {is_causal} and causal is {causal_alias}: make them equal")
-    stated = causal_alias if is_causal is None else is_causal
-    causal = tuple(sliding) if stated is None else (stated,) * num_layers
-    return tuple(window if s else None for s in sliding), causal
-
-
-def _read_token_ids(own: Fields) -> tuple[int, ...]:
-    ids = own.get("draft_token_ids", list, [])
-    if not all(type(i) is int for i in ids):
-        raise CheckpointError(f"{own.where}: draft_token_ids must be whole numbers: take the file that training wrote")
-    return tuple(ids)
-
-
-def _check_swa(nested: Fields, windows: tuple[int | None, ...]) -> None:
-    """A second way to state the window, in `dflash_config`; it must agree with layer_types."""
-    used, size = nested.get("use_swa", bool, False), nested.get("swa_window_size", int, None)
-    if used and set(windows) - {None} != {size}:
-        raise CheckpointError(f"{nested.where}: swa_window_size is {size}, but the layers have {list(windows)}: make them equal")
+def _put(values: dict[str, Any], section: str, new: dict[str, Any]) -> None:
+    """Add fields to a nested object, made on the way."""
+    for name in section.split(".") if section else ():
+        values = values.setdefault(name, {})
+    values |= new

@@ -5,7 +5,7 @@ layers.3.self_attn.q_proj.weight. Linear kernels are [in, out] here and [out, in
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -23,6 +23,11 @@ from dflash_jax.errors import CheckpointError, ConfigError
 # Last part of our parameter path -> (suffix of the tensor's name, whether the file holds it transposed). Embeddings and heads are
 # plain attributes: their tensor is NAME.weight, not transposed.
 LEAF_RULES = {"kernel": (".weight", True), "scale": (".weight", False), "bias": (".bias", False)}
+
+# Tables of a reduced draft vocabulary, which hold no parameters: place -> token id - place, and whether a token is drafted.
+VOCABULARY_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -118,6 +123,29 @@ def fill_state(
     return nnx.from_flat_state(list(leaves.items()))
 
 
+def split_fused(tensors: Iterable[Tensor], rows: Mapping[str, int]) -> list[Tensor]:
+    """The tensors with each fused projection as its parts: Phi-3 files hold q, k, v and gate, up as one tensor each.
+
+    `rows` gives each part's output size; the last part takes what is left, so a misfit shows in its shape.
+    """
+    split: list[Tensor] = []
+    for tensor in tensors:
+        module, _, fused = tensor.name.removesuffix(".weight").rpartition(".")
+        start = 0
+        for part in _FUSED.get(fused, ()):
+            end = tensor.shape[0] if part == _FUSED[fused][-1] else start + rows[part]
+            shape = (max(end - start, 0), *tensor.shape[1:])
+            split.append(Tensor(f"{module}.{part}.weight", shape, partial(_rows, tensor.read, start, end)))
+            start = end
+        if fused not in _FUSED:
+            split.append(tensor)
+    return split
+
+
+def _rows(read: Callable[[], np.ndarray], start: int, end: int) -> np.ndarray:
+    return read()[start:end]
+
+
 def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
@@ -170,9 +198,10 @@ def safetensors_tensors(folder: Path) -> list[Tensor]:
             raise CheckpointError(f"{file} is not a usable safetensors file, or is cut short ({error}): fetch it again") from None
         for name in handle.keys():  # noqa: SIM118  (not a mapping)
             view = handle.get_slice(name)
-            if view.get_dtype() not in ("F32", "F16", "BF16"):
+            kinds = VOCABULARY_TENSORS.get(name.removeprefix("model."), ("F32", "F16", "BF16"))
+            if view.get_dtype() not in kinds:
                 raise CheckpointError(
-                    f"{file}: {name} is stored as {view.get_dtype()}; only F32, F16 and BF16 are read: take an unquantised one"
+                    f"{file}: {name} is stored as {view.get_dtype()}; only {', '.join(kinds)} are read: take an unquantised one"
                 )
             if name in found:
                 raise CheckpointError(f"{file}: {name} is also in another weight file: remove one of them")

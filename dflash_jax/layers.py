@@ -104,30 +104,38 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
+    """Root-mean-square norm over the last axis, computed in float32. The factor is scale + offset (offset 1 in Gemma's files)."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), logical=(None,))
-        self.eps = eps
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        self.scale = nnx.Param(jnp.full((width,), 1 - offset, jnp.float32), logical=(None,))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Array) -> Array:
         x = x.astype(jnp.float32)
         normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32)
+        scale = self.scale[...].astype(jnp.float32) + jnp.float32(self.offset)
         return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """down(activation(gate x) * up x); the activation is silu, or gelu in its tanh form."""
 
-    def __init__(self, key: Array, width: int, mlp_dim: int, *, bias: bool, dtype: str) -> None:
+    def __init__(self, key: Array, width: int, mlp_dim: int, *, bias: bool, dtype: str, activation: str = "silu") -> None:
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate_proj = Linear(gate_key, (width, mlp_dim), ("embed", "mlp"), bias=bias, dtype=dtype)
         self.up_proj = Linear(up_key, (width, mlp_dim), ("embed", "mlp"), bias=bias, dtype=dtype)
         self.down_proj = Linear(down_key, (mlp_dim, width), ("mlp", "embed"), bias=bias, dtype=dtype)
+        self.activation = activation
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """c tanh(x / c), which bounds x to -c..c; None changes nothing (Gemma 2, arXiv 2408.00118, section 2)."""
+    return x if cap is None else jnp.float32(cap) * jnp.tanh(x / jnp.float32(cap))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, DFlashConfig, DrafterSource, TargetConfig, check_drafter_fits, loss_decay_gamma, to_json
+from dflash_jax.config import Config, DFlashConfig, DrafterSource, TargetConfig, loss_decay_gamma, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
 from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_drafter, load_text_target, save_drafter
@@ -61,6 +61,7 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
         learned_mask_embedding=d.learned_mask_embedding,
         own_embedding=d.own_embedding,
         own_head=d.own_head,
+        input_embedding_scale=1.0 if d.own_embedding else target.embedding_scale,
         rms_norm_eps=target.rms_norm_eps,
         rope=target.rope,
         max_position=target.max_position,

@@ -1,12 +1,13 @@
 """Starting a drafter from its target's last layers: with little data it learns much faster than from random numbers."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_jax.config import DFlashConfig
+from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.targets import DenseTarget, Target
@@ -88,6 +89,13 @@ def _check(config: DFlashConfig, target: DenseTarget) -> None:
         if ours != theirs:
             raise ConfigError(
                 f"train.init target needs {name} {theirs} (the target's) but it is {ours}: change it, or use train.init random"
+            )
+    plain = {field.name: field.default for field in dataclasses.fields(TargetConfig)}
+    for name in ("activation", "norm_offset", "sandwich_norms", "attention_scale", "attention_softcap", "residual_scale"):
+        if getattr(t, name) != plain[name]:
+            raise ConfigError(
+                f"train.init target copies layers of the Llama kind, but those of {t.model_type} have {name} {getattr(t, name)}: "
+                "use train.init random"
             )
     if config.num_draft_layers >= t.num_layers:
         raise ConfigError(f"train.init target takes {config.num_draft_layers} layers but the target has {t.num_layers}: use fewer")

@@ -65,9 +65,12 @@ def dense_anchored_attention(q_BAKHE, context_k, context_v, block_k, block_v, ma
     return jnp.moveaxis(out, 1, 3), entropy.reshape(batch, heads, anchors, slots).mean((1, 3))
 
 
-def attend_one(q_E, keys, values):
+def attend_one(q_E, keys, values, scale=None, cap=math.inf):
     """One query over the keys that it sees, float64. Output and entropy."""
-    scores = np.array([np.dot(q_E, k) / math.sqrt(len(q_E)) for k in keys], np.float64)
+    scale = 1 / math.sqrt(len(q_E)) if scale is None else scale
+    scores = np.array([np.dot(q_E, k) * scale for k in keys], np.float64)
+    if cap < math.inf:
+        scores = np.array([cap * math.tanh(score / cap) for score in scores])
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
     return sum(w * v for w, v in zip(weights, values, strict=True)), -sum(w * math.log(w) for w in weights if w > 0)
@@ -92,12 +95,13 @@ def loop_anchored_attention(q_BAKHE, context_k, context_v, block_k, block_v, anc
     return out, entropy
 
 
-def loop_cached_attention(q_BTHE, k_BGCE, v_BGCE, positions_BT):
+def loop_cached_attention(q_BTHE, k_BGCE, v_BGCE, positions_BT, window=math.inf, **scores):
     q_BTHE, k_BGCE, v_BGCE = (np.asarray(x, np.float64) for x in (q_BTHE, k_BGCE, v_BGCE))
     share, out = q_BTHE.shape[2] // k_BGCE.shape[1], np.zeros(q_BTHE.shape)
     for b, t, h in np.ndindex(*q_BTHE.shape[:3]):
-        end, g = int(positions_BT[b, t]) + 1, h // share
-        out[b, t, h], _ = attend_one(q_BTHE[b, t, h], k_BGCE[b, g, :end], v_BGCE[b, g, :end])
+        position, g = int(positions_BT[b, t]), h // share
+        seen = [c for c in range(position + 1) if position - c < window]
+        out[b, t, h], _ = attend_one(q_BTHE[b, t, h], k_BGCE[b, g, seen], v_BGCE[b, g, seen], **scores)
     return out
 
 

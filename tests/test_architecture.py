@@ -24,15 +24,18 @@ LAYERS = [
     ["attention", "blocks"],
     ["targets", "drafter"],
     ["loss", "verify", "tokenizer", "hf_config", "hf_weights", "prompts", "cli"],
-    ["hf_drafter", "gguf", "decode", "conversations", "optim"],
+    ["hf_layouts", "gguf", "decode", "conversations", "optim"],
+    ["hf_drafter"],
+    ["hf_parts"],
     ["hf", "data", "generate", "train_step", "metrics"],
-    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat"],
-    ["trainer"],
+    ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring"],
+    ["trainer", "findings"],
+    ["doctor"],
     ["__init__"],
     ["__main__", "train", "serve"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-TEST_ONLY = {"torch", "transformers", "dflash"}
+TEST_ONLY = {"torch", "transformers", "dflash", "speculators", "specforge"}
 
 
 def module_name(path: Path) -> str:

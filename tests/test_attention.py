@@ -157,11 +157,12 @@ def cached_inputs():
     return 2 * normal(10, (2, 3, H, E)), normal(11, (2, G, 7, E)), normal(12, (2, G, 7, E))
 
 
-def test_cached_equals_loops():
+@pytest.mark.parametrize("changes", [{}, {"window": 3}, {"window": 1, "scale": 0.7}, {"scale": 2.0, "cap": 1.5}])
+def test_cached_equals_loops(changes):
     args = cached_inputs()
     positions_BT = np.array([[0, 3, 6], [2, 5, 1]], np.int32)  # rows at different lengths, positions in any order
-    ours = jax.jit(cached_attention, static_argnums=4)(*args, jnp.asarray(positions_BT), "float32")
-    np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT), rtol=1e-5, atol=1e-5)
+    ours = jax.jit(partial(cached_attention, dtype="float32", **changes))(*args, jnp.asarray(positions_BT))
+    np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT, **changes), rtol=1e-5, atol=1e-5)
 
 
 def test_cached_rows_that_see_nothing_stay_finite():

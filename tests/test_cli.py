@@ -111,7 +111,7 @@ def test_a_preset_of_another_encoding_is_named(tmp_path, capsys):
     assert "p.yaml is not UTF-8 text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main", [train.main, commands.bench_command, commands.regenerate_command])
+@pytest.mark.parametrize("main", [train.main, commands.bench_command, commands.doctor_command, commands.regenerate_command])
 def test_help_explains_fields(main, capsys):
     """The docstrings of the fields are the help."""
     assert status_of(main, ["--help"]) == 0
@@ -180,7 +180,7 @@ def test_bench_takes_prompt_files(monkeypatch):
 def test_usage(capsys):
     assert commands.main([]) == 2
     out = capsys.readouterr().out
-    for name in ("regenerate", "bench", "invariants"):
+    for name in ("regenerate", "bench", "doctor", "invariants"):
         assert f"  {name}" in out
     assert commands.main(["--help"]) == 0
     assert commands.main(["banch"]) == 2

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from tiny_models import DRAFTER, TARGET
 
-from dflash_jax.config import check_drafter_fits, default_target_layer_ids, loss_decay_gamma
+from dflash_jax.config import default_target_layer_ids, loss_decay_gamma
+from dflash_jax.drafter import check_drafter_fits
 from dflash_jax.errors import ConfigError
 
 
@@ -63,6 +64,16 @@ def test_refused_drafters(changes, message):
 
 def test_the_papers_decay_for_a_block_size():
     assert [loss_decay_gamma(size) for size in (4, 8, 10, 13, 16)] == [2, 4, 5, 6, 7]
+
+
+def test_embeddings_must_be_scaled_alike():
+    """Gemma and Granite multiply their embeddings; a drafter that reads them must have learned the same sizes."""
+    gemma = dataclasses.replace(TARGET, embedding_scale=32**0.5)
+    check_drafter_fits(dataclasses.replace(DRAFTER, input_embedding_scale=5.65625), gemma)  # as bfloat16 keeps the number
+    own = {"draft_hidden_dim": 8, "own_embedding": True, "own_head": True}
+    check_drafter_fits(dataclasses.replace(DRAFTER, **own), gemma)
+    with pytest.raises(ConfigError, match=r"multiplies embeddings by 1\.0 .* but the target by 5\.65"):
+        check_drafter_fits(DRAFTER, gemma)
 
 
 @pytest.mark.parametrize("use", [{"stop_token_ids": (3, 60)}, {"pad_token_id": 60}])

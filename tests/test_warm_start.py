@@ -96,6 +96,25 @@ def test_refused_shapes(changes, message):
         )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu_tanh"},
+        {"norm_offset": 1.0},
+        {"sandwich_norms": True},
+        {"attention_scale": 0.1},
+        {"attention_softcap": 50.0},
+        {"residual_scale": 0.22},
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_not_copied(changes):
+    """Gemma's and Granite's layers compute what a drafter's cannot, so a copy would start it wrong."""
+    target = DenseTarget(dataclasses.replace(TARGET, **changes), None)
+    with pytest.raises(ConfigError, match=rf"of qwen3 have {next(iter(changes))} .*: use train\.init random"):
+        drafter_from_target(jax.random.key(1), DRAFTER, target, SAMPLE)
+
+
 def test_tap_sizes_are_root_mean_squares_of_real_tokens():
     """Every row's first token and the padding left out."""
     target = random_target(TARGET)

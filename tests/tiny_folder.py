@@ -35,9 +35,8 @@ def tiny_config(model_type="qwen3", **changes):
     return {name: value for name, value in (config | changes).items() if value is not None}
 
 
-def tiny_tensors(config, seed=0):
-    """Random float32 tensors under their checkpoint names, [out, in]."""
-    random = np.random.default_rng(seed)
+def tensor_shapes(config):
+    """The shape of every tensor under its checkpoint name, [out, in]."""
     width, heads, kv, dim = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     if not config.get("tie_word_embeddings"):
@@ -59,8 +58,16 @@ def tiny_tensors(config, seed=0):
         if config["model_type"] == "qwen2":
             layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def tiny_tensors(config, seed=0):
+    """Random float32 tensors under their checkpoint names."""
+    random = np.random.default_rng(seed)
     scale = {1: lambda x: 1 + 0.1 * x, 2: lambda x: x * x.shape[1] ** -0.5}
-    return {name: scale[len(shape)](random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: scale[len(shape)](random.standard_normal(shape)).astype(np.float32) for name, shape in tensor_shapes(config).items()
+    }
 
 
 def write_folder(folder, config=None, tensors=None, shards=0, **files):

@@ -1,4 +1,4 @@
-"""Dense decoder-only targets: Llama 3.x, SmolLM2, Qwen2, Qwen3. Module and parameter names follow Hugging Face checkpoints."""
+"""Dense decoder-only targets (`hf_config.FAMILIES`). Module and parameter names follow Hugging Face checkpoints."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -13,13 +13,16 @@ from dflash_jax.attention import cached_attention
 from dflash_jax.cache import KVCache, init_cache, write
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
+from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables, softcap
+
+Rope = tuple[Array, Array] | None
+"""cos and sin of a layer, or None for a layer without rotary positions"""
 
 
 class Attention(nnx.Module):
     """Grouped-query self-attention over a cache."""
 
-    def __init__(self, key: Array, config: TargetConfig) -> None:
+    def __init__(self, key: Array, config: TargetConfig, layer: int) -> None:
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         width, dtype = config.hidden_size, config.dtype
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -27,41 +30,65 @@ class Attention(nnx.Module):
         self.k_proj = Linear(k_key, (width, kv_width), ("embed", "kv_heads"), bias=config.qkv_bias, dtype=dtype)
         self.v_proj = Linear(v_key, (width, kv_width), ("embed", "kv_heads"), bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(o_key, (q_width, width), ("heads", "embed"), bias=config.o_bias, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
         self.head_dim, self.dtype = config.head_dim, dtype
+        self.window = config.sliding_window[layer] if config.sliding_window else None
+        self.scale, self.cap = config.attention_scale, config.attention_softcap
 
-    def __call__(
-        self, x_BTD: Array, rope: tuple[Array, Array], positions_BT: Array, k_BGCE: Array, v_BGCE: Array
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
         def heads(x: Array) -> Array:
             return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
         q_BTHE, k_BTGE, v_BTGE = heads(self.q_proj(x_BTD)), heads(self.k_proj(x_BTD)), heads(self.v_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTGE = self.q_norm(q_BTHE), self.k_norm(k_BTGE)
-        k_BGCE = write(k_BGCE, apply_rope(k_BTGE, rope), positions_BT)
+        if rope is not None:
+            q_BTHE, k_BTGE = apply_rope(q_BTHE, rope), apply_rope(k_BTGE, rope)
+        k_BGCE = write(k_BGCE, k_BTGE, positions_BT)
         v_BGCE = write(v_BGCE, v_BTGE, positions_BT)
-        out_BTHE = cached_attention(apply_rope(q_BTHE, rope), k_BGCE, v_BGCE, positions_BT, self.dtype)
+        out_BTHE = cached_attention(
+            q_BTHE, k_BGCE, v_BGCE, positions_BT, self.dtype, window=self.window, scale=self.scale, cap=self.cap
+        )
         return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Pre-norm attention and MLP with residuals; sandwich norms also norm what the two give.
 
-    def __init__(self, key: Array, config: TargetConfig) -> None:
+    Checkpoints call the MLP's own norm post_attention_layernorm; only with sandwich norms does that name mean what it says.
+    """
+
+    def __init__(self, key: Array, config: TargetConfig, layer: int) -> None:
         attention_key, mlp_key = jax.random.split(key)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(attention_key, config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(mlp_key, config.hidden_size, config.mlp_dim, bias=config.mlp_bias, dtype=config.dtype)
 
-    def __call__(
-        self, x_BTD: Array, rope: tuple[Array, Array], positions_BT: Array, k_BGCE: Array, v_BGCE: Array
-    ) -> tuple[Array, Array, Array]:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+
+        self.input_layernorm = norm()
+        self.self_attn = Attention(attention_key, config, layer)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if config.sandwich_norms else None
+        self.post_feedforward_layernorm = norm() if config.sandwich_norms else None
+        self.mlp = GatedMLP(
+            mlp_key,
+            config.hidden_size,
+            config.mlp_dim,
+            bias=config.mlp_bias,
+            dtype=config.dtype,
+            activation=config.activation,
+        )
+        self.residual_scale = config.residual_scale
+
+    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
+        scale = jnp.float32(self.residual_scale)
         mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, positions_BT, k_BGCE, v_BGCE)
-        x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x_BTD = x_BTD + scale * mixed_BTD
+            return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
+        x_BTD = x_BTD + scale * self.post_attention_layernorm(mixed_BTD)
+        out_BTD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_BTD)))
+        return x_BTD + scale * out_BTD, k_BGCE, v_BGCE
 
 
 class DenseDecoder(nnx.Module):
@@ -72,8 +99,8 @@ class DenseDecoder(nnx.Module):
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         scale = config.hidden_size**-0.5
         self.embed_tokens = nnx.Param(scale * jax.random.normal(embed_key, shape, jnp.float32), logical=axes)
-        self.layers = nnx.List([DecoderLayer(layer_key, config) for layer_key in layer_keys])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nnx.List([DecoderLayer(layer_key, config, i) for i, layer_key in enumerate(layer_keys)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         head = None if config.tie_embeddings else nnx.Param(scale * jax.random.normal(head_key, shape, jnp.float32), logical=axes)
         self.lm_head = head
 
@@ -118,10 +145,10 @@ class DenseTarget:
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
         model = nnx.merge(self.graphdef, params)
-        rope = rope_tables(self.config.rope, self.config.head_dim, positions_BT)
         x_BTD = self.embed(params, tokens_BT)
         keys, values, outputs = [], [], []
-        for layer, k_BGCE, v_BGCE in zip(model.layers, cache.keys, cache.values, strict=True):
+        ropes = self._ropes(positions_BT)
+        for layer, rope, k_BGCE, v_BGCE in zip(model.layers, ropes, cache.keys, cache.values, strict=True):
             x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, positions_BT, k_BGCE, v_BGCE)
             keys.append(k_BGCE)
             values.append(v_BGCE)
@@ -130,13 +157,23 @@ class DenseTarget:
         return model.norm(x_BTD), taps_BTM, KVCache(tuple(keys), tuple(values))
 
     def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
-        return params["embed_tokens"][...][tokens].astype(jnp.float32)
+        rows = params["embed_tokens"][...][tokens].astype(jnp.float32)
+        return rows * jnp.float32(self.config.embedding_scale)
 
     def unembed(self, params: Any, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
-        return matmul(hidden, self.head_kernel(params), self.config.dtype, transposed=True)
+        logits = matmul(hidden, self.head_kernel(params), self.config.dtype, transposed=True)
+        return softcap(logits * jnp.float32(self.config.logit_scale), self.config.logit_softcap)
 
     def head_kernel(self, params: Any) -> Float[Array, "V D"]:
         return params["embed_tokens" if self.config.tie_embeddings else "lm_head"][...]
+
+    def _ropes(self, positions_BT: Array) -> list[Rope]:
+        """Every layer's rotary tables: layers with a window may have their own, some layers have none."""
+        c = self.config
+        windows = c.sliding_window or (None,) * c.num_layers
+        full = rope_tables(c.rope, c.head_dim, positions_BT)
+        local = full if c.local_rope is None else rope_tables(c.local_rope, c.head_dim, positions_BT)
+        return [None if i in c.layers_without_rope else full if window is None else local for i, window in enumerate(windows)]
 
 
 def abstract_decoder(config: TargetConfig) -> DenseDecoder:
