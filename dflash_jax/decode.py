@@ -6,19 +6,17 @@ the same loop with blocks of one slot.
 """
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.config import Rule
 from dflash_jax.drafter import Drafter
 from dflash_jax.sampling import ACCEPT_DRAW, DRAFT_DRAW, REDRAW, TARGET_DRAW, Sampling, draw, probabilities, uniforms
 from dflash_jax.targets import Target
 from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
-
-Rule = Literal["match", "rejection", "block"]
-"""Which drafts stand where rows are sampled; all rules are `match` for greedy rows. See `verify`."""
 
 
 class DecodeState(NamedTuple):

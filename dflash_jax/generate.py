@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DecodeConfig
-from dflash_jax.decode import DecodeState, Rule, decode, prefill, prefill_lengths
+from dflash_jax.config import DecodeConfig, Rule
+from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.sampling import sampling_rows
@@ -98,12 +98,10 @@ def generate(
     `seed + r`. An answer that reaches the target's context length ends with "length". Raises `PromptError` or
     `ConfigError` for unusable input.
     """
-    if verify not in (None, *get_args(Rule)):
-        raise ConfigError(f"verify {verify!r} is unknown: give one of {', '.join(get_args(Rule))}")
-    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size)
+    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size, verify)
     state, lengths = start(target, drafter, prompts, options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
-    rule = verify or DEFAULT_RULE if temperature > 0 and drafter is not None else "match"
+    rule = rule_of(options)
     state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter, rule=rule)
     return finish(state, lengths)
 
@@ -127,8 +125,16 @@ def stream(
         if done:
             break
         sent = length
-        state = decode(target.params, draft_params, state, jnp.int32(STREAM_ROUNDS), target=target, drafter=drafter)
+        rounds = jnp.int32(STREAM_ROUNDS)
+        state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule_of(options))
     yield finish(state, lengths)
+
+
+def rule_of(options: DecodeConfig) -> Rule:
+    """The rule by which drafts stand: greedy rows have one. Raises `ConfigError`."""
+    if options.verify not in (None, *get_args(Rule)):
+        raise ConfigError(f"verify {options.verify!r} is unknown: give one of {', '.join(get_args(Rule))}")
+    return "match" if options.temperature == 0 else options.verify or DEFAULT_RULE
 
 
 def start(
