@@ -5,12 +5,12 @@ N taps (M = N x D), H query heads, G key/value heads, R = H / G, E head width, F
 Arrays carry their shape in their name.
 """
 
-from dflash_jax.config import DFlashConfig
 from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, KVInjectionAttention
 from dflash_jax.errors import DFlashError
 from dflash_jax.generate import Generation, generate, stream
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.loss import dflash_loss
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.verify import verify_block
 
 __all__ = [

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from dflash_jax.config import Rule
 from dflash_jax.drafter import Drafter
-from dflash_jax.sampling import DRAFT_DRAW, TARGET_DRAW, Sampling, draw
+from dflash_jax.sampling import ACCEPT_DRAW, DRAFT_DRAW, REDRAW, TARGET_DRAW, Sampling, draw, probabilities, uniforms
 from dflash_jax.targets import Target
-from dflash_jax.verify import verify_block
+from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
 
 
 class DecodeState(NamedTuple):
@@ -92,40 +93,79 @@ def prefill(
 
 
 def draft(
-    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter, block_size: int
-) -> Int[Array, "B J"]:
-    """One parallel pass of the drafter: tokens for slots 1..K-1 after each row's anchor."""
+    params: Any,
+    draft_params: Any,
+    head_VD: Array | None,
+    state: DecodeState,
+    target: Target,
+    drafter: Drafter,
+    block_size: int,
+    rule: Rule = "match",
+) -> tuple[Int[Array, "B J"], Float[Array, "B J V"] | None]:
+    """One parallel pass of the drafter: tokens for slots 1..K-1 after each row's anchor, and the law they were drawn from.
+
+    `match` needs no law (None) and drafts the likeliest tokens, unless the drafter has a temperature. The other rules draw as the
+    row samples, at the drafter's temperature if it has one.
+    """
     anchors_B = state.length_B - 1
     anchor_tokens_B = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)[:, 0]
     block_BKD = drafter.embed_block(draft_params, anchor_tokens_B, block_size, partial(target.embed, params))
     positions_BK = anchors_B[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
     hidden_BKD = drafter.propose(draft_params, block_BKD, positions_BK, state.draft_cache)
     logits_BJV = drafter.unembed(hidden_BKD[:, 1:], head_VD, target, params)
-    temperature = drafter.config.temperature
+    temperature, positions_BJ = drafter.config.temperature, positions_BK[:, 1:]
+    if rule != "match" and state.sampling is not None:
+        own = state.sampling
+        if temperature > 0:
+            own = own._replace(temperature_B=jnp.where(own.temperature_B > 0, temperature, 0.0))
+        chosen_BJ = draw(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)
+        return drafter.token_ids(chosen_BJ), drafter.over_vocabulary(probabilities(logits_BJV, own))
     if temperature == 0:
-        return drafter.token_ids(draw(logits_BJV, positions_BK[:, 1:], None, DRAFT_DRAW))
+        return drafter.token_ids(draw(logits_BJV, positions_BJ, None, DRAFT_DRAW)), None
     batch = state.length_B.shape[0]
     seeds_B = state.sampling.seed_B if state.sampling is not None else jnp.arange(batch, dtype=jnp.uint32)
     off_B = jnp.zeros((batch,), jnp.float32)
     own = Sampling(off_B + temperature, jnp.zeros((batch,), jnp.int32), off_B + 1, off_B, seeds_B)
-    return drafter.token_ids(draw(logits_BJV, positions_BK[:, 1:], own, DRAFT_DRAW))
+    return drafter.token_ids(draw(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)), None
 
 
 def verify(
-    params: Any, draft_params: Any, state: DecodeState, draft_BJ: Int[Array, "B J"], target: Target, drafter: Drafter | None
+    params: Any,
+    draft_params: Any,
+    state: DecodeState,
+    draft_BJ: Int[Array, "B J"],
+    q_BJV: Float[Array, "B J V"] | None,
+    target: Target,
+    drafter: Drafter | None,
+    rule: Rule = "match",
 ) -> tuple[DecodeState, Int[Array, "B K"], Int[Array, " B"]]:
-    """One pass of the target over [anchor, drafts]: its own tokens after every slot, how many of them stand, and grown caches."""
+    """One pass of the target over [anchor, drafts]: what to commit, how many of it, and grown caches.
+
+    `match`: the target's own keyed draw must equal the draft, so the text is that of plain decoding, token for token. `rejection`
+    and `block` judge by the law the drafts were drawn from (`q_BJV`): the text is another sample of the same law.
+    """
     anchors_B = state.length_B - 1
     anchor_tokens_B1 = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)
     block_BK = jnp.concatenate([anchor_tokens_B1, draft_BJ], axis=1)
     positions_BK = anchors_B[:, None] + jnp.arange(block_BK.shape[1], dtype=jnp.int32)[None]
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     hidden_BKD, taps_BKM, target_cache = target.extend(params, block_BK, positions_BK, state.target_cache, taps)
-    target_BK = draw(target.unembed(params, hidden_BKD), positions_BK + 1, state.sampling, TARGET_DRAW)
+    logits_BKV = target.unembed(params, hidden_BKD)
     if drafter is not None:  # rejected slots are written too: the next block cannot see them and the next verify pass rewrites them
         state = state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
-    verified = verify_block(draft_BJ, target_BK)
+    if q_BJV is None or state.sampling is None:
+        verified = verify_block(draft_BJ, draw(logits_BKV, positions_BK + 1, state.sampling, TARGET_DRAW))
+    else:
+        verified = _verify_by_law(draft_BJ, q_BJV, probabilities(logits_BKV, state.sampling), anchors_B, state.sampling, rule)
     return state._replace(target_cache=target_cache), verified.tokens_BK, verified.tau_B
+
+
+def _verify_by_law(draft_BJ: Array, q_BJV: Array, p_BKV: Array, anchors_B: Array, sampling: Sampling, rule: Rule) -> Verified:
+    slots_1J = jnp.arange(1, p_BKV.shape[1], dtype=jnp.int32)[None]
+    accept_BJ = uniforms(anchors_B[:, None] + slots_1J, sampling, ACCEPT_DRAW, anchors_B)
+    redraw_B = uniforms(anchors_B[:, None], sampling, REDRAW, anchors_B)[:, 0]
+    judge = verify_rejection if rule == "rejection" else verify_jointly
+    return judge(draft_BJ, q_BJV, p_BKV, accept_BJ, redraw_B)
 
 
 def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, " B"]) -> tuple[DecodeState, Int[Array, " B"]]:
@@ -149,14 +189,14 @@ def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, "
 
 
 def _round(
-    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter | None
+    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter | None, rule: Rule
 ) -> DecodeState:
     batch, block_size = state.accepted_BK.shape
-    draft_BJ = jnp.zeros((batch, 0), jnp.int32)
+    draft_BJ, q_BJV = jnp.zeros((batch, 0), jnp.int32), None
     if drafter is not None:
-        draft_BJ = draft(params, draft_params, head_VD, state, target, drafter, block_size)
+        draft_BJ, q_BJV = draft(params, draft_params, head_VD, state, target, drafter, block_size, rule)
     live_B = ~state.done_B
-    state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, target, drafter)
+    state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, q_BJV, target, drafter, rule)
     state, emitted_B = commit(state, tokens_BK, tau_B)
     # The bonus token is not a drafted one; a cut run may end inside its accepted prefix.
     accepted_B = jnp.minimum(tau_B - 1, emitted_B)
@@ -166,9 +206,16 @@ def _round(
     )
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames=("state",))
 def decode(
-    params: Any, draft_params: Any, state: DecodeState, max_rounds: Int[Array, ""], *, target: Target, drafter: Drafter | None
+    params: Any,
+    draft_params: Any,
+    state: DecodeState,
+    max_rounds: Int[Array, ""],
+    *,
+    target: Target,
+    drafter: Drafter | None,
+    rule: Rule = "match",
 ) -> DecodeState:
     """At most `max_rounds` rounds on the device; fewer when every row is done. The state is donated: use the returned one."""
     head_VD = drafter.head(draft_params, target, params) if drafter is not None else None
@@ -179,6 +226,6 @@ def decode(
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done_rounds, state = carry
-        return done_rounds + 1, _round(params, draft_params, head_VD, state, target, drafter)
+        return done_rounds + 1, _round(params, draft_params, head_VD, state, target, drafter, rule)
 
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]

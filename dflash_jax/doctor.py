@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from dflash_jax.config import DFlashConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import DFlashError
 from dflash_jax.findings import TRAINED_MASK, Finding, stated, stated_checks, tokenizer_check, unless
 from dflash_jax.hf import load_drafter, load_target
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
 from dflash_jax.wiring import Sample, Trials, Wiring, answer, other_wirings, tap_features

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention import anchored_attention
 from dflash_jax.cache import KVCache, init_cache, write
-from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 
 
 class Execution(NamedTuple):
@@ -273,6 +273,13 @@ class Drafter:
         """The token ids of places in the last axis of `unembed`'s logits."""
         ids = self.config.draft_token_ids
         return jnp.asarray(ids, jnp.int32)[chosen] if ids else chosen
+
+    def over_vocabulary(self, law_V: Float[Array, "*shape N"]) -> Float[Array, "*shape V"]:
+        """A law over `unembed`'s places as one over the whole vocabulary: tokens that are never drafted have probability 0."""
+        ids = self.config.draft_token_ids
+        if not ids:
+            return law_V
+        return jnp.zeros((*law_V.shape[:-1], self.config.vocab_size), law_V.dtype).at[..., jnp.asarray(ids, jnp.int32)].set(law_V)
 
     def _drafted(self, x: Array, axis: int) -> Array:
         ids = self.config.draft_token_ids

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.hf import EMBEDDED_NAME, drafter_arrays, write_drafter
@@ -16,6 +15,7 @@ from dflash_jax.hf_config import FAMILIES
 from dflash_jax.hf_drafter import config_to_json, config_to_speculators, differences
 from dflash_jax.hf_parts import HEAD, target_rows
 from dflash_jax.hf_weights import to_numpy_dtype
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.targets import Target
 
 FORMATS = ("zlab", "speculators")

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from dflash_jax.config import RopeConfig, read_json
+from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError, DFlashError
 from dflash_jax.hf_config import Fields, read_rope
 from dflash_jax.hf_weights import model_folder
+from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.wiring import COPY_ROPE, PROMPTS

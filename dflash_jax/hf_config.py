@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dflash_jax.config import Dtype, RopeConfig, TargetConfig, read_json
+from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError
+from dflash_jax.model_config import Dtype, RopeConfig, TargetConfig
 
 # Fields of a config.json that do not change what a model computes.
 IGNORED_KEYS = frozenset(

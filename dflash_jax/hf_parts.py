@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DFlashConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.hf_drafter import Parts
 from dflash_jax.hf_layouts import RENAMED_TENSORS, UNUSED_TENSORS
 from dflash_jax.hf_weights import VOCABULARY_TENSORS, Tensor, to_numpy_dtype
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.targets.base import Target
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

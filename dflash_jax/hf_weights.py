@@ -17,8 +17,9 @@ from flax import nnx
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 
-from dflash_jax.config import Dtype, read_json
+from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.model_config import Dtype
 
 # Last part of our parameter path -> (suffix of the tensor's name, whether the file holds it transposed). Embeddings and heads are
 # plain attributes: their tensor is NAME.weight, not transposed.

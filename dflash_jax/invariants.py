@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.blocks import make_blocks, slot_weights
-from dflash_jax.config import DecodeConfig, DFlashConfig, RopeConfig, TargetConfig
+from dflash_jax.config import DecodeConfig
 from dflash_jax.decode import draft
 from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, Execution
 from dflash_jax.generate import start
 from dflash_jax.loss import Objective, head_loss
+from dflash_jax.model_config import DFlashConfig, RopeConfig, TargetConfig
 from dflash_jax.targets import DenseTarget
 from dflash_jax.verify import verify_block
 

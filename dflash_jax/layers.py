@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import RopeConfig
+from dflash_jax.model_config import RopeConfig
 
 Initializer = Any
 

@@ -4,7 +4,7 @@ Randomness is keyed by (seed of the row, absolute position, purpose): the token 
 pass verifies, which makes sampled speculative output equal plain sampling token for token.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.errors import ConfigError
 
-TARGET_DRAW, DRAFT_DRAW = 0, 1
+TARGET_DRAW, DRAFT_DRAW, ACCEPT_DRAW, REDRAW = range(4)
 """Purposes of a random key: never the same key for two of them."""
 
 
@@ -51,6 +51,12 @@ def process_logits(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Flo
     """Temperature, then top-k, top-p and min-p; what they cut becomes -inf. Rows at temperature 0 keep their scale."""
     temperature_B11 = sampling.temperature_B[:, None, None]
     logits_BKV = logits_BKV / jnp.where(temperature_B11 > 0, temperature_B11, 1.0)
+    cuts = ((sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)).any()
+    # Sorting a vocabulary costs more than the rest of a round on some machines, and most callers cut nothing.
+    return jax.lax.cond(cuts, _cut, lambda logits_BKV, _: logits_BKV, logits_BKV, sampling)
+
+
+def _cut(logits_BKV: Array, sampling: Sampling) -> Array:
     sorted_BKV = -jnp.sort(-logits_BKV, axis=-1)
     vocab = logits_BKV.shape[-1]
     top_k_B1 = jnp.where(sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, vocab), vocab)[:, None]
@@ -67,19 +73,42 @@ def process_logits(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Flo
     return jnp.where(logits_BKV >= floor_BK1, logits_BKV, -jnp.inf)
 
 
+def probabilities(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Float[Array, "B K V"]:
+    """The law that `draw` draws from; one-hot in rows at temperature 0."""
+    greedy_BKV = jax.nn.one_hot(jnp.argmax(logits_BKV, axis=-1), logits_BKV.shape[-1], dtype=jnp.float32)
+    law_BKV = jax.nn.softmax(process_logits(logits_BKV, sampling), axis=-1)
+    return jnp.where(sampling.temperature_B[:, None, None] > 0, law_BKV, greedy_BKV)
+
+
 def draw(
-    logits_BKV: Float[Array, "B K V"], positions_BK: Int[Array, "B K"], sampling: Sampling | None, purpose: int
+    logits_BKV: Float[Array, "B K V"],
+    positions_BK: Int[Array, "B K"],
+    sampling: Sampling | None,
+    purpose: int,
+    round_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B K"]:
-    """The token at each absolute position; `sampling` None takes the argmax of every row without touching random keys."""
+    """The token at each absolute position; `sampling` None takes the argmax of every row without touching random keys.
+
+    `round_B`, the anchor's position, makes the draws of a position in two rounds independent of each other.
+    """
     greedy_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
     if sampling is None:
         return greedy_BK
-
-    def noise(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
-        return jax.random.gumbel(key, (logits_BKV.shape[-1],), jnp.float32)
-
-    seeds_BK = jnp.broadcast_to(sampling.seed_B[:, None], positions_BK.shape)
-    noise_BKV = jax.vmap(jax.vmap(noise))(seeds_BK, positions_BK)
+    vocab = logits_BKV.shape[-1]
+    noise_BKV = _each_key(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), positions_BK, sampling, purpose, round_B)
     sampled_BK = jnp.argmax(process_logits(logits_BKV, sampling) + noise_BKV, axis=-1).astype(jnp.int32)
     return jnp.where(sampling.temperature_B[:, None] > 0, sampled_BK, greedy_BK)
+
+
+def uniforms(positions_BK: Int[Array, "B K"], sampling: Sampling, purpose: int, round_B: Int[Array, " B"]) -> Float[Array, "B K"]:
+    """Uniform numbers in [0, 1) for what a round decides beside its tokens."""
+    return _each_key(lambda key: jax.random.uniform(key, (), jnp.float32), positions_BK, sampling, purpose, round_B)
+
+
+def _each_key(make: Any, positions_BK: Array, sampling: Sampling, purpose: int, round_B: Array | None) -> Array:
+    def one(seed: Array, position: Array, start: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), purpose)
+        return make(key if round_B is None else jax.random.fold_in(key, start))
+
+    start_B = jnp.zeros_like(positions_BK[:, 0]) if round_B is None else round_B
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0, None)))(sampling.seed_B, positions_BK, start_B)

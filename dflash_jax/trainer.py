@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, DFlashConfig, DrafterSource, TargetConfig, loss_decay_gamma, to_json
+from dflash_jax.config import Config, DrafterSource, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter, check_drafter_fits
@@ -30,6 +30,7 @@ from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_drafter, load_text_target, save_drafter
 from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
+from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
 from dflash_jax.optim import optimizer, schedule
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.targets import DenseTarget, Target
 from dflash_jax.train_step import Batch, target_features
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.blocks import Blocks, make_blocks, slot_weights
-from dflash_jax.config import DFlashConfig, RopeConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.conversations import first_messages
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.generate import generate
+from dflash_jax.model_config import DFlashConfig, RopeConfig, TargetConfig, default_target_layer_ids
 from dflash_jax.prompts import Prompt
 from dflash_jax.targets import Target
 from dflash_jax.train_step import Batch, target_features

@@ -234,9 +234,12 @@ def process_logits(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
     return np.where(logits >= floor, logits, -np.inf)
 
 
-def keyed_draw(logits, seed, position, purpose=0, **sampling):
-    """The token at a position: Gumbel-max over the processed logits, keyed as the package says (purpose 0 target, 1 draft)."""
+def keyed_draw(logits, seed, position, purpose=0, anchor=None, **sampling):
+    """The token at a position: Gumbel-max over the processed logits, keyed as the package says (purpose 0 target, 1 draft).
+
+    Drafts have the position of their round's anchor in the key too."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(jnp.uint32(seed)), position), purpose)
+    key = key if anchor is None else jax.random.fold_in(key, anchor)
     return int(np.argmax(process_logits(logits, **sampling) + np.asarray(jax.random.gumbel(key, (len(logits),), jnp.float32))))
 
 

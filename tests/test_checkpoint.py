@@ -11,9 +11,10 @@ import pytest
 from tiny_run import files_of_at_most, leaves, mesh
 
 from dflash_jax.checkpoint import Checkpoints
-from dflash_jax.config import DFlashConfig, OptimConfig
+from dflash_jax.config import OptimConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.train_step import TrainState, init_state
 

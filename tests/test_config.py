@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from tiny_models import DRAFTER, TARGET
 
-from dflash_jax.config import default_target_layer_ids, loss_decay_gamma
 from dflash_jax.drafter import check_drafter_fits
 from dflash_jax.errors import ConfigError
+from dflash_jax.model_config import default_target_layer_ids, loss_decay_gamma
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def advance(target, drafter, state, rounds=NO_LIMIT):
 
 def draft_now(target, drafter, state):
     head_VD = drafter.head(drafter.params, target, target.params)
-    return draft(target.params, drafter.params, head_VD, state, target, drafter, BLOCK)
+    return draft(target.params, drafter.params, head_VD, state, target, drafter, BLOCK)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,9 +180,8 @@ def test_drafts_are_drawn_at_the_drafters_temperature(seed):
     drafted_BJ = jax.jit(partial(draft_now, target, drafter))(state)
     for row in range(2):
         text = state.tokens_BL[row, : int(state.length_B[row])].tolist()
-        drawn = from_scratch(
-            text, lambda x, at, row=row: reference.keyed_draw(x, (seed or 0) + row, at, purpose=1, temperature=1.3)
-        )
+        keys = {"seed": (seed or 0) + row, "purpose": 1, "anchor": len(text) - 1, "temperature": 1.3}
+        drawn = from_scratch(text, lambda x, at, keys=keys: reference.keyed_draw(x, position=at, **keys))
         assert drafted_BJ[row].tolist() == drawn
         assert drawn != from_scratch(text)
 

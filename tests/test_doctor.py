@@ -23,7 +23,6 @@ import dflash_jax.doctor as module
 import dflash_jax.wiring as wiring
 from dflash_jax.blocks import slot_weights
 from dflash_jax.cli import run
-from dflash_jax.config import RopeConfig
 from dflash_jax.doctor import (
     acceptance_check,
     feature_checks,
@@ -36,6 +35,7 @@ from dflash_jax.doctor import (
 from dflash_jax.drafter import Drafter
 from dflash_jax.findings import tokenizer_check
 from dflash_jax.generate import generate
+from dflash_jax.model_config import RopeConfig
 from dflash_jax.wiring import NEW_TOKENS, PROMPTS, Outcome, Sample, Trials, answer, other_wirings, tap_features
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "smollm2-135m-dflash"

@@ -15,10 +15,10 @@ from tiny_folder import tiny_config, tiny_tensors, write_folder
 
 from dflash_jax.__main__ import main
 from dflash_jax.cli import run
-from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.export import export_drafter, notes, readme
 from dflash_jax.hf import load_drafter, load_target, save_drafter
+from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import DenseTarget
 
 SPEC_KINDS = {name: changes for name, changes in SHARED.items() if name != "full, causal"}

@@ -12,12 +12,12 @@ import pytest
 from tiny_folder import LAYERS, tiny_config, tiny_tensors, write_folder
 from tiny_models import BLOCK, CONTEXT, VOCAB, dense_drafter, dense_target, random_prompt
 
-from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.layers import softcap
+from dflash_jax.model_config import RopeConfig
 
 S, F = "sliding_attention", "full_attention"
 

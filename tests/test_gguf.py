@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tiny_text import tiny_metadata
 
-from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.gguf import EMBEDDED_PACKAGE, embedded_model_path, read_gguf, unpermute_rotary
 from dflash_jax.hf import load_target
+from dflash_jax.model_config import RopeConfig
 
 pytestmark = pytest.mark.one_cell
 

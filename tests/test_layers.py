@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import RopeConfig
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, product, rope_frequencies, rope_tables
+from dflash_jax.model_config import RopeConfig
 
 pytestmark = pytest.mark.one_cell
 

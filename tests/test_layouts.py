@@ -14,11 +14,11 @@ from tiny_drafter import DRAFTER, OWN, SHARED, TARGET, equal_params, random_draf
 from tiny_folder import HIDDEN, LAYERS, VOCAB
 
 import dflash_jax.hf_drafter as hf_drafter
-from dflash_jax.config import RopeConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import load_drafter, save_drafter
 from dflash_jax.hf_drafter import config_from_json, config_to_json, config_to_speculators
 from dflash_jax.hf_layouts import FIELDS, LAYOUTS, ONLY_VALUES
+from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import DenseTarget
 
 # As speculators 0.9.0 writes a drafter like DRAFTER.

@@ -7,11 +7,12 @@ import pytest
 from jax import P
 from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
-from dflash_jax.config import DFlashConfig, MeshConfig, OptimConfig, RopeConfig
+from dflash_jax.config import MeshConfig, OptimConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter, load_target
+from dflash_jax.model_config import DFlashConfig, RopeConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.sharding import make_mesh, replicated_dimensions, shardings, spec
 from dflash_jax.train_step import init_state, place_batch

@@ -16,10 +16,11 @@ from test_gguf import hf_weights
 from test_gguf import write as write_gguf
 from tiny_folder import HEAD_DIM, LAYERS, tiny_config, tiny_tensors, write_folder
 
-from dflash_jax.config import MeshConfig, RopeConfig, TargetConfig
+from dflash_jax.config import MeshConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import load_target
 from dflash_jax.layers import rope_frequencies
+from dflash_jax.model_config import RopeConfig, TargetConfig
 from dflash_jax.sharding import make_mesh
 from dflash_jax.targets import DenseTarget
 

@@ -13,8 +13,9 @@ import pytest
 from tiny_models import BLOCK, VOCAB, dense_drafter, dense_target
 
 from dflash_jax.blocks import make_blocks, sample_anchors
-from dflash_jax.config import Config, RopeConfig, TrainConfig
+from dflash_jax.config import Config, TrainConfig
 from dflash_jax.drafter import Execution
+from dflash_jax.model_config import RopeConfig
 from dflash_jax.train_step import Batch, block_loss, target_features
 
 LENGTH, CAPACITY = 13, 24

@@ -11,9 +11,10 @@ import pytest
 from tiny_run import leaves, mesh
 
 from dflash_jax.blocks import make_blocks, sample_anchors
-from dflash_jax.config import Config, DataConfig, DFlashConfig, OptimConfig, TargetConfig, TrainConfig
+from dflash_jax.config import Config, DataConfig, OptimConfig, TrainConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import (

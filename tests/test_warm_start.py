@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import DFlashConfig, TargetConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch
 from dflash_jax.warm_start import drafter_from_target, tap_sizes

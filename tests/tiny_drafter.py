@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from tiny_folder import HIDDEN, LAYERS, VOCAB
 
-from dflash_jax.config import DFlashConfig, RopeConfig, TargetConfig
 from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.model_config import DFlashConfig, RopeConfig, TargetConfig
 
 TARGET = TargetConfig("qwen3", VOCAB, HIDDEN, LAYERS, 4, 2, 16, 48, 1e-6, 128, qk_norm=True, stop_token_ids=(2,), pad_token_id=0)
 DRAFTER = DFlashConfig(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash_jax.config import DFlashConfig, RopeConfig, TargetConfig
 from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.model_config import DFlashConfig, RopeConfig, TargetConfig
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
 

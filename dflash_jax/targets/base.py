@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import TargetConfig
+from dflash_jax.model_config import TargetConfig
 
 
 @runtime_checkable

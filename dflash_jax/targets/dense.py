@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention import cached_attention
 from dflash_jax.cache import KVCache, init_cache, write
-from dflash_jax.config import TargetConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables, softcap
+from dflash_jax.model_config import TargetConfig
 
 Rope = tuple[Array, Array] | None
 """cos and sin of a layer, or None for a layer without rotary positions"""
