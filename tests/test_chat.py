@@ -72,6 +72,17 @@ def test_a_different_text_is_said(options, capsys, monkeypatch):
     assert "--target.dtype float32 is exact" in capsys.readouterr().out
 
 
+def test_compare_of_samples(options, capsys):
+    """match gives plain decoding's text; the other rules give another sample, which is no error."""
+    sampled = [*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--compare", "--decode.temperature", "1.5"]
+    assert serve.main([*sampled, "--decode.verify", "match"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("yes")
+    assert serve.main([*sampled, "--decode.verify", "block"]) == 0
+    out = capsys.readouterr().out
+    assert "another sample" in out
+    assert "decode.verify block gives another sample of the same law" in out
+
+
 def test_config_file(options, tmp_path, capsys):
     """The same from a YAML preset; an option after it wins."""
     preset = tmp_path / "p.yaml"

@@ -5,6 +5,7 @@ which gives the exact probability of every outcome; put together over all drafts
 the target's joint law. Wrong rules must not pass.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -16,6 +17,7 @@ from tiny_models import dense_drafter, table_target
 
 import dflash_jax.decode as decode_module
 import dflash_jax.sampling as sampling_module
+from dflash_jax.drafter import Drafter
 from dflash_jax.generate import generate
 from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
 
@@ -289,6 +291,13 @@ def reference_law(logits):
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
 def test_the_loop_follows_the_law(pair, rule):
     assert abs(surprise(pair, verify=rule, **SETTINGS)) < 4
+
+
+def test_a_drafter_of_few_tokens_follows_the_law(pair):
+    """Drafts have probability 0 of the tokens that it cannot draft, which the target writes all the same."""
+    target, drafter = pair
+    few = Drafter(dataclasses.replace(drafter.config, draft_token_ids=(0, 1, 3)), drafter.params)
+    assert abs(surprise((target, few), verify="block", **SETTINGS)) < 4
 
 
 def top_p_before_temperature(logits_BKV, sampling, right=sampling_module.process_logits):
