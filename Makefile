@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # torch for Python 3.11 is the small build where we test; other Pythons would fetch several GB. ORACLE= leaves it out.
 ORACLE ?= $(filter 3.11,$(CELL))
 TEST_SETUP := $(VENV)/.installed $(if $(ORACLE),$(VENV)/.oracle)
-# Two workers: small models spend their time compiling, which uses one core each.
-PYTEST_ARGS ?= -n 2
+# Two workers: small models spend their time compiling, which uses one core each. Each starts with its half of the files, because what
+# one has compiled the other has to compile again.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 # Prompts whose bfloat16 answers had no near-tie where we tried, and that suit the drafter: bench has the averages.
 DEMO_PROMPTS := \

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError, DFlashError
-from dflash_jax.hf_config import Fields, read_rope
+from dflash_jax.hf_fields import Fields, read_rope
 from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import Target

@@ -15,7 +15,7 @@ from typing import Any, Literal, no_type_check
 import numpy as np
 
 from dflash_jax.errors import CheckpointError
-from dflash_jax.hf_config import check_rotated_dims
+from dflash_jax.hf_fields import check_rotated_dims
 from dflash_jax.model_config import RopeConfig, TargetConfig
 
 SUPPORTED_ARCHITECTURES = ("llama",)

@@ -7,7 +7,7 @@ What z-lab's layout cannot say (our own embedding and head, the learned mask, tr
 from typing import Any, NamedTuple
 
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.hf_config import IGNORED_KEYS, check_rotated_dims, read_rope, rope_to_json
+from dflash_jax.hf_fields import IGNORED_KEYS, check_rotated_dims, read_rope, rope_to_json
 from dflash_jax.hf_layouts import COMPOUNDS, FIELDS, LAYOUTS, RELATIVES, REQUIRED, Derived, Sections
 from dflash_jax.model_config import DFlashConfig, TargetConfig
 

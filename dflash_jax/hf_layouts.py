@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dflash_jax.errors import CheckpointError
-from dflash_jax.hf_config import Fields
+from dflash_jax.hf_fields import Fields
 from dflash_jax.model_config import loss_decay_gamma
 
 

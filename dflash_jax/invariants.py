@@ -60,7 +60,7 @@ def one_pass_drafts_all() -> str | None:
     passes = _count_calls(
         DraftModel,
         "blocks",
-        lambda: drafts.append(draft(target.params, drafter.params, head_VD, state, target, drafter, DRAFTER.block_size)),
+        lambda: drafts.append(draft(target.params, drafter.params, head_VD, state, target, drafter, DRAFTER.block_size)[0]),
     )
     wanted = (1, DRAFTER.block_size - 1)
     return None if passes == 1 and drafts[0].shape == wanted else f"{passes} passes drafted {drafts[0].shape}, not {wanted}"

@@ -21,57 +21,25 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, DrafterSource, to_json
+from dflash_jax.config import Config, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
-from dflash_jax.drafter import Drafter, check_drafter_fits
+from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
+from dflash_jax.first_drafter import first_drafter, sample_batch
 from dflash_jax.generate import check_prompts, generate
-from dflash_jax.hf import load_drafter, load_text_target, save_drafter
+from dflash_jax.hf import load_text_target, save_drafter
 from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
-from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer, schedule
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
-from dflash_jax.warm_start import drafter_from_target, tap_sizes
+from dflash_jax.warm_start import tap_sizes
 
 PACKAGED = "packaged"
-
-
-def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
-    """The drafter that a run describes, sizes left open taken from the target. Raises `ConfigError` when they do not fit."""
-    d = config.drafter
-    made = DFlashConfig(
-        target_hidden_dim=target.hidden_size,
-        draft_hidden_dim=d.draft_hidden_dim or target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        loss_decay_gamma=loss_decay_gamma(d.block_size) if d.loss_decay_gamma is None else d.loss_decay_gamma,
-        num_heads=d.num_heads or target.num_heads,
-        num_kv_heads=d.num_kv_heads or target.num_kv_heads,
-        head_dim=d.head_dim or target.head_dim,
-        mlp_dim=d.mlp_dim or target.mlp_dim,
-        block_size=d.block_size,
-        num_target_sampled_layers=d.num_target_sampled_layers,
-        num_draft_layers=d.num_draft_layers,
-        target_layer_ids=tuple(d.target_layer_ids),
-        mask_token_id=None if d.learned_mask_embedding else d.mask_token_id,
-        learned_mask_embedding=d.learned_mask_embedding,
-        own_embedding=d.own_embedding,
-        own_head=d.own_head,
-        input_embedding_scale=1.0 if d.own_embedding else target.embedding_scale,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        max_position=target.max_position,
-        temperature=d.temperature,
-        dropout=d.dropout,
-        dtype=d.dtype,
-    )
-    check_drafter_fits(made, target)
-    return made
 
 
 def fit(config: Config) -> int:
@@ -105,8 +73,8 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
             f"{target.config.max_position}: lower it"
         )
     steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
-    drafter = _first_drafter(config, target, dataset)
-    tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, _sample(dataset))
+    drafter = first_drafter(config, target, dataset)
+    tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, sample_batch(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
     state = init_state(drafter, tx, mesh)
@@ -173,48 +141,6 @@ def _check_counts(config: Config) -> None:
     both = {Path(path).resolve() for path in config.data.train} & {Path(path).resolve() for path in config.data.heldout}
     if both:
         raise ConfigError(f"data.heldout names {both.pop()}, which is trained on: hold other prompts out")
-
-
-def _first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
-    size = config.drafter.draft_vocab_size
-    if not 0 <= size <= target.config.vocab_size:
-        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.config.vocab_size}, the vocabulary")
-    few = {"draft_token_ids": dataset.frequent_tokens(size)} if size else {}
-    if config.train.init == "loaded":
-        return _loaded(config.drafter, target, few)
-    wanted = dataclasses.replace(drafter_config(config, target.config), **few)  # type: ignore[arg-type]
-    key = jax.random.key(config.train.seed)
-    if config.train.init == "random":
-        return Drafter.random(key, wanted)
-    return drafter_from_target(key, wanted, target, _sample(dataset))
-
-
-def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) -> Drafter:
-    """The drafter of `drafter.path`, float32. What training decides may change (its draft tokens only when asked for); a size or a
-    part that the run asks for, not by default, and that the drafter does not have is refused."""
-    if asked.path is None:
-        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    loaded = load_drafter(asked.path, target, dtype="float32")
-    changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
-    if asked.loss_decay_gamma is not None:
-        changes["loss_decay_gamma"] = asked.loss_decay_gamma
-    overruled = {"mask_token_id"} if asked.learned_mask_embedding else set()  # as in `drafter_config`
-    overruled |= {"num_target_sampled_layers"} if asked.target_layer_ids else set()
-    for field in dataclasses.fields(asked):
-        value = getattr(asked, field.name)
-        if field.name in {"path", "draft_vocab_size", *changes, *overruled} or value in (field.default, []):
-            continue
-        has = getattr(loaded.config, field.name)
-        if (tuple(value) if isinstance(value, list) else value) != has:
-            raise ConfigError(
-                f"drafter.{field.name} is {value}, but the drafter of drafter.path has {has}: leave it out, or change train.init"
-            )
-    return Drafter(dataclasses.replace(loaded.config, **changes), loaded.params)
-
-
-def _sample(dataset: ConversationDataset) -> Batch:
-    raw = dataset.sample()
-    return Batch(*(jnp.asarray(raw[name]) for name in ("tokens_BT", "loss_mask_BT", "length_B")))
 
 
 def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:

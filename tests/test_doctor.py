@@ -38,6 +38,8 @@ from dflash_jax.generate import generate
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.wiring import NEW_TOKENS, PROMPTS, Outcome, Sample, Trials, answer, other_wirings, tap_features
 
+pytestmark = pytest.mark.one_cell
+
 SHIPPED = Path(__file__).parents[1] / "assets" / "smollm2-135m-dflash"
 
 
@@ -356,7 +358,6 @@ def test_answers_with_a_tokenizer(monkeypatch):
         assert sample.answers().tolist() == [7, 8]
 
 
-@pytest.mark.one_cell
 def test_trials_equal_drafting_one_by_one(tiny_pair):
     """accepted and score of single blocks, from the cached context and a Python loop."""
     target, drafter, sample, taps = tiny_pair
@@ -397,7 +398,6 @@ def test_trials_equal_drafting_one_by_one(tiny_pair):
     assert trials.given.finite
 
 
-@pytest.mark.one_cell
 def test_a_random_drafter_is_flat_zero(tiny_pair):
     """Through all measured checks: nothing is said of wirings that are no better."""
     target, drafter, sample, _ = tiny_pair
@@ -528,7 +528,6 @@ def shipped():
         yield target, sample, dj.load_drafter(SHIPPED, target), every
 
 
-@pytest.mark.one_cell
 def test_the_shipped_drafter_is_sound(shipped, capsys):
     assert status_of(["--target", "smollm2-135m", "--drafter", str(SHIPPED)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -538,7 +537,6 @@ def test_the_shipped_drafter_is_sound(shipped, capsys):
     assert [float(share) for share in shown[:3]] == pytest.approx([0.50, 0.25, 0.13], abs=0.06)
 
 
-@pytest.mark.one_cell
 def test_reversed_taps_through_the_command(shipped, tmp_path, capsys):
     folder = edited(tmp_path, nested(target_layer_ids=[27, 20, 14, 8, 1]), SHIPPED)
     assert status_of(["--target", "smollm2-135m", "--drafter", folder]) == 1
@@ -560,7 +558,6 @@ MISWIRED = {
 }
 
 
-@pytest.mark.one_cell
 @pytest.mark.parametrize("fault", MISWIRED)
 def test_wirings_of_the_shipped_drafter(fault, shipped):
     """The fault costs acceptance only, and the right wiring is named. Others than the right one are tried in the tests above."""
@@ -578,7 +575,6 @@ def test_wirings_of_the_shipped_drafter(fault, shipped):
     assert accepted.seen.startswith(shape or "slots")
 
 
-@pytest.mark.one_cell
 def test_features_that_do_not_vary(shipped):
     """The drafter runs, but what it reads says nothing."""
     target, sample, sound, every = shipped

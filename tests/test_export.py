@@ -21,6 +21,8 @@ from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import DenseTarget
 
+pytestmark = pytest.mark.one_cell
+
 SPEC_KINDS = {name: changes for name, changes in SHARED.items() if name != "full, causal"}
 FEW = {"draft_token_ids": (0, 3, 7, 59)}
 FEW_KINDS = {"few tokens": FEW, "few tokens, own head": FEW | {"own_head": True}}

@@ -19,6 +19,8 @@ from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.layers import softcap
 from dflash_jax.model_config import RopeConfig
 
+pytestmark = pytest.mark.one_cell
+
 S, F = "sliding_attention", "full_attention"
 
 
@@ -226,7 +228,6 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.one_cell
 def test_speculation_changes_nothing():
     """Drafted decoding, plain decoding and the embeddings and head that a drafter borrows, on layers with windows and caps."""
     target = dense_target(**EVERYTHING)

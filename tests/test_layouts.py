@@ -21,6 +21,8 @@ from dflash_jax.hf_layouts import FIELDS, LAYOUTS, ONLY_VALUES
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import DenseTarget
 
+pytestmark = pytest.mark.one_cell
+
 # As speculators 0.9.0 writes a drafter like DRAFTER.
 SPECULATORS = {
     "architectures": ["DFlashDraftModel"],

@@ -15,10 +15,10 @@ from tiny_folder import tensor_shapes
 
 from dflash_jax.cli import parse_config
 from dflash_jax.errors import DFlashError
+from dflash_jax.first_drafter import drafter_config
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.hf_weights import Tensor, slots
 from dflash_jax.targets.dense import abstract_decoder
-from dflash_jax.trainer import drafter_config
 
 pytestmark = pytest.mark.one_cell
 ROOT = Path(__file__).parents[1]

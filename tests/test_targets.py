@@ -24,6 +24,8 @@ from dflash_jax.model_config import RopeConfig, TargetConfig
 from dflash_jax.sharding import make_mesh
 from dflash_jax.targets import DenseTarget
 
+pytestmark = pytest.mark.one_cell
+
 LENGTH, LEFT, RIGHT, CAPACITY = 40, 7, 5, 48
 ALL_TAPS = (0, 1, 2)
 

@@ -18,6 +18,8 @@ from dflash_jax.drafter import Execution
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.train_step import Batch, block_loss, target_features
 
+pytestmark = pytest.mark.one_cell
+
 LENGTH, CAPACITY = 13, 24
 LENGTHS = np.array([13, 9], np.int32)  # the second row is padded
 MASKS = np.zeros((2, LENGTH), bool)

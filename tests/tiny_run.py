@@ -17,9 +17,9 @@ from tiny_text import TEMPLATE, tiny_tokenizer
 
 from dflash_jax.config import Config, DataConfig, DrafterSource, MeshConfig, OptimConfig, TargetSource, TrainConfig
 from dflash_jax.drafter import Drafter
+from dflash_jax.first_drafter import drafter_config
 from dflash_jax.hf import load_target, save_drafter
 from dflash_jax.sharding import make_mesh
-from dflash_jax.trainer import drafter_config
 
 VOCAB, LAYERS, MASK, STOP = 267, 4, 3, 2
 CONFIG_JSON = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS, head_dim=8, eos_token_id=STOP)
