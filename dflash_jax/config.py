@@ -162,7 +162,7 @@ class DecodeConfig:
     """slots a block while decoding, at most the trained size; None takes the trained size"""
     verify: Rule | None = None
     """with a temperature: match gives plain decoding's very text for a seed; rejection and block give another text of the same law
-    in fewer passes. None: the best measured"""
+    in fewer passes. None: match"""
 
 
 @dataclass(frozen=True)
