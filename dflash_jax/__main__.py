@@ -67,7 +67,7 @@ def doctor_command(argv: list[str]) -> int:
     parser = config_parser(
         "Find silent wiring errors: what config.json states against the target, weights, features, acceptance on short prompts, "
         "and whether other taps, rope or windows would accept more. --target T and --drafter D stand for --target.path and "
-        "--drafter.path. Exit status 1 when a check failed; warnings alone give 0.",
+        "--drafter.path. Exit status 1 when anything was found, a failure or a warning.",
         prog="dflash_jax doctor",
     )
     parser.add_argument(

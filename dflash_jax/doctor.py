@@ -35,7 +35,7 @@ FEW_DRAFTED = 0.75
 
 
 def doctor(target_path: str, drafter_path: str, dtype: str = "bfloat16", prompts: Sequence[Prompt] = ()) -> int:
-    """Print one line a check and a summary. Returns 1 when a check failed; warnings alone return 0.
+    """Print one line a check and a summary. Returns 1 when anything was found, a failure or a warning.
 
     A failure is a mistake, or acceptance too low to pay. A warning is unusual, but may be right for this drafter.
     """
@@ -45,7 +45,7 @@ def doctor(target_path: str, drafter_path: str, dtype: str = "bfloat16", prompts
         print(finding, flush=True)
     parts = [f"{len(found[level])} {level} ({', '.join(found[level])})" for level in ("FAIL", "WARN") if found[level]]
     print(f"{sum(map(len, found.values()))} checks: {'; '.join(parts) or 'nothing found'}")
-    return int(bool(found["FAIL"]))
+    return int(bool(found["FAIL"] or found["WARN"]))
 
 
 def examine(target_path: str, drafter_path: str, dtype: str, prompts: Sequence[Prompt] = ()) -> Iterator[Finding]:

@@ -305,8 +305,8 @@ def check_drafter_fits(config: DFlashConfig, target: TargetConfig) -> None:
     ours, theirs = config.input_embedding_scale, target.embedding_scale
     if not (config.own_embedding or math.isclose(ours, theirs, rel_tol=0.01)):  # bfloat16 may have rounded it
         raise ConfigError(
-            f"the drafter multiplies embeddings by {ours} (input_embedding_scale), but the target by {theirs}: load the target it "
-            "was trained for"
+            f"the drafter multiplies embeddings by {ours} (input_embedding_scale, 1 where config.json has none), but the target by "
+            f"{theirs}: add the scale it was trained with, or load the target it was trained for"
         )
     mask = config.mask_token_id
     if mask is not None and (mask in target.stop_token_ids or mask == target.pad_token_id):

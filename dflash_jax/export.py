@@ -134,6 +134,8 @@ def notes(config: DFlashConfig, target: TargetConfig, to: str) -> list[str]:
         if sliding:
             found.append("Training on with speculators cuts the context at the window before the anchor, the same for every slot.")
     else:
+        if config.input_embedding_scale != 1.0:
+            found.append("vLLM's class reads the target's embedding rows without input_embedding_scale: it drafts badly there.")
         if sliding:
             found.append(
                 "tpu-inference has no sliding windows: it reads the whole context in every layer and accepts less in texts longer "

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from dflash_jax.config import read_json
-from dflash_jax.errors import CheckpointError, DFlashError
-from dflash_jax.hf_fields import Fields, read_rope
+from dflash_jax.errors import DFlashError
+from dflash_jax.hf_drafter import layout_of, read_attention
+from dflash_jax.hf_fields import read_rope
+from dflash_jax.hf_layouts import COMPOUNDS, FIELDS, Sections
 from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.targets import Target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.wiring import COPY_ROPE, PROMPTS
 
+UNREADABLE: Any = object()
 TRAINED_MASK = "set mask_token_id to the trained one, an id that the target never writes"
 
 
@@ -36,35 +39,28 @@ def unless(wrong: str, check: str, well: str, mend: str, level: Literal["WARN", 
 
 
 def stated(drafter_path: str) -> Any:
-    """What a refused config.json still shows, under `DFlashConfig`'s names: None for a field, or for all, that cannot be read."""
+    """What a refused config.json still shows, under `DFlashConfig`'s names: None where a field cannot be read or is absent, and
+    None for all when the file cannot be read or is in no known layout. A mask that cannot be read is `UNREADABLE`.
+    """
     try:
-        values = read_json(model_folder(drafter_path) / "config.json")
+        file = model_folder(drafter_path) / "config.json"
+        values = read_json(file)
+        sections = Sections(values, str(file), layout_of(values, str(file)))
     except DFlashError:
         return None
-    nested = values.get("dflash_config")
-    nested = nested if isinstance(nested, dict) else {}
-
-    def number(name: str) -> int | None:
-        value = nested.get(name, values.get(name))
-        return value if type(value) is int else None
-
-    ids = nested.get("target_layer_ids", values.get("target_layer_ids"))
-    own, target_width = nested.get("dflash_jax"), number("target_hidden_size")
-    rope = None
-    with contextlib.suppress(CheckpointError):
-        rope = read_rope(Fields(values, "config.json"))
-    return SimpleNamespace(
-        target_hidden_dim=number("hidden_size") if target_width is None else target_width,
-        vocab_size=number("vocab_size"),
-        num_target_layers=number("num_target_layers"),
-        target_layer_ids=tuple(ids) if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None,
-        mask_token_id=number("mask_token_id"),
-        learned_mask_embedding=isinstance(own, dict) and own.get("learned_mask_embedding") is True,
-        rope=rope,
-        max_position=number("max_position_embeddings"),
-        block_size=number("block_size"),
-        sliding_window=(number("sliding_window"),) if values.get("use_sliding_window") is True else (),
-    )
+    found: dict[str, Any] = {field.name: None for field in FIELDS} | {"mask_token_id": UNREADABLE, "sliding_window": ()}
+    for field in FIELDS:
+        if field.kind not in COMPOUNDS:
+            with contextlib.suppress(DFlashError):
+                found[field.name] = sections.read(field)
+    if found["target_hidden_dim"] is None:
+        found["target_hidden_dim"] = found["draft_hidden_dim"]
+    with contextlib.suppress(DFlashError):
+        found["rope"] = read_rope(sections.body)
+    if found["num_draft_layers"] is not None:
+        with contextlib.suppress(DFlashError):
+            found |= read_attention(sections, found["num_draft_layers"])
+    return SimpleNamespace(**found)
 
 
 def stated_checks(d: Any, target: Target) -> Iterator[Finding]:
@@ -83,7 +79,7 @@ def stated_checks(d: Any, target: Target) -> Iterator[Finding]:
             )
     if d.target_layer_ids is not None:
         yield _taps(d.target_layer_ids, c.num_layers)
-    if not d.learned_mask_embedding:
+    if not d.learned_mask_embedding and d.mask_token_id is not UNREADABLE:
         yield _mask(d.mask_token_id, target)
     if d.rope is not None:
         pairs = [(field.name, getattr(d.rope, field.name), getattr(c.rope, field.name)) for field in dataclasses.fields(RopeConfig)]
@@ -97,8 +93,10 @@ def stated_checks(d: Any, target: Target) -> Iterator[Finding]:
         return
     short = d.max_position is not None and d.max_position < c.max_position
     seen = f"max_position_embeddings is {d.max_position}, the target's {c.max_position}" if short else ""
-    seen_all = f"{min(windows)} tokens" if windows else "every layer sees the whole context"
-    yield unless(seen, "window", seen_all, "expect less acceptance past it, or correct it", "WARN")
+    whole = (
+        f"{min(windows)} tokens; a wrong one shows only on longer --prompts" if windows else "every layer sees the whole context"
+    )
+    yield unless(seen, "window", whole, "expect less acceptance past it, or correct it", "WARN")
 
 
 def _taps(ids: tuple[int, ...], num_layers: int) -> Finding:

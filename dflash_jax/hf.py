@@ -1,6 +1,5 @@
-"""Loading targets (Hugging Face folders, the hub, GGUF files), and loading and saving drafters in z-lab's layout.
-
-That layout is a folder of config.json and model.safetensors, which other engines load too.
+"""Loading targets (Hugging Face folders, the hub, GGUF files), loading drafters in every layout of `hf_layouts`, and saving them in
+z-lab's: a folder of config.json and model.safetensors, which other engines load too.
 """
 
 import dataclasses
@@ -29,6 +28,7 @@ from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_json, refuse_relatives
 from dflash_jax.hf_parts import drafter_parts, drafter_tensors, own_tensors
 from dflash_jax.hf_weights import (
+    MASK_FILE,
     Place,
     Tensor,
     check_dtype,
@@ -114,6 +114,10 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
     named = values.get("architectures")
     classes = [*(named if isinstance(named, list) else ()), values.get("model_type"), values.get("speculators_model_type")]
     refuse_relatives([*map(str, classes), *values, *(nested if isinstance(nested, dict) else ())], where)
+    if (folder / MASK_FILE).exists():
+        raise CheckpointError(
+            f"{folder / MASK_FILE} replaces the mask's embedding, which is not supported: take a drafter without it"
+        )
     tensors = drafter_tensors(safetensors_tensors(folder), str(folder))
     refuse_relatives(list(tensors), str(folder))
     parts = drafter_parts(tensors, target, str(folder))

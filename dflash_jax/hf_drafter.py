@@ -24,7 +24,7 @@ LAST_TAP = (
 
 _IGNORED = IGNORED_KEYS | {
     "auto_map", "tie_word_embeddings", "eos_token_id", "pad_token_id", "speculators_model_type", "speculators_version",
-    "proposal_methods", "default_proposal_method", "verifier",
+    "proposal_methods", "default_proposal_method", "verifier", "max_anchors",
 }  # fmt: skip
 # What every drafter's layers are, written for readers that ask.
 _CONSTANTS = {
@@ -93,7 +93,7 @@ def config_from_json(
         if value is None:
             value = field.absent.value(found) if isinstance(field.absent, Derived) else field.absent
         found[field.name] = value
-    found |= {"rope": read_rope(sections.body)} | _read_attention(sections, found["num_draft_layers"])
+    found |= {"rope": read_rope(sections.body)} | read_attention(sections, found["num_draft_layers"])
     found |= _read_parts(sections, found, parts)
     sections.finish(_IGNORED)
     check_rotated_dims(found["rope"], found["head_dim"], where)
@@ -169,7 +169,7 @@ def differences(config: DFlashConfig) -> list[str]:
     return [text for text, present in told.items() if present]
 
 
-def _read_attention(sections: Sections, num_layers: int) -> dict[str, Any]:
+def read_attention(sections: Sections, num_layers: int) -> dict[str, Any]:
     """Each layer's window and causality, as z-lab 0.1.0 reads them (its class on top of transformers' Qwen3Config)."""
     body, assistant = sections.body, sections.layout == "assistant"
     window = body.get("sliding_window", int, None)

@@ -174,6 +174,8 @@ ONLY_VALUES = {
     "final_logit_softcapping": 0,
     "sample_from_anchor": False,
     "algorithm": "dflash",
+    "projector_type": "dflash",
+    "is_neox_style": True,
 }
 
 # Drafters of the same family with parts that we do not have: words in tensor names, config fields and class names.

@@ -31,7 +31,9 @@ VOCABULARY_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+MASK_FILE = "mask_embedding.pt"
+"""a pickled row that vLLM and SGLang put over the mask token's embedding; fetched so that it can be refused"""
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", MASK_FILE)
 
 Place = Callable[[str, np.ndarray, tuple[str | None, ...]], Array]
 """`place(name, array, logical_axes)`: puts one host array where the model computes. The only place where loading meets devices."""

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ import dflash_jax.wiring as wiring
 from dflash_jax.blocks import slot_weights
 from dflash_jax.cli import run
 from dflash_jax.doctor import (
+    FEW_REACHED,
     acceptance_check,
     feature_checks,
     measured_checks,
@@ -33,7 +35,7 @@ from dflash_jax.doctor import (
     wiring_check,
 )
 from dflash_jax.drafter import Drafter
-from dflash_jax.findings import tokenizer_check
+from dflash_jax.findings import stated, stated_checks, tokenizer_check
 from dflash_jax.generate import generate
 from dflash_jax.model_config import RopeConfig
 from dflash_jax.wiring import NEW_TOKENS, PROMPTS, Outcome, Sample, Trials, answer, other_wirings, tap_features
@@ -96,23 +98,23 @@ STATED = {
     "tap out of range": (nested(target_layer_ids=[0, 7]), 1, "FAIL taps: [0, 7] do not all lie in 0..3"),
     "tap twice": (nested(target_layer_ids=[2, 2]), 1, "FAIL taps: [2, 2] name a layer twice"),
     "last layer": (nested(target_layer_ids=[0, 3]), 1, "FAIL taps: [0, 3] hold the last layer"),
-    "tap order": (nested(target_layer_ids=[2, 0]), 0, "WARN taps: [2, 0] are not ascending"),
+    "tap order": (nested(target_layer_ids=[2, 0]), 1, "WARN taps: [2, 0] are not ascending"),
     "mask out of range": (nested(mask_token_id=267), 1, "FAIL mask: 267 is outside the 267 embedding rows"),
     "mask is a stop": (nested(mask_token_id=STOP), 1, "FAIL mask: 2 '<|im_end|>' is a stop or pad token"),
     "no mask": (no_mask, 1, "FAIL mask: mask_token_id is missing"),
     "width": (top(hidden_size=64), 1, "FAIL width: made for a target with 64, but this has 32"),
     "depth": (top(num_target_layers=5), 1, "FAIL layers: made for a target with 5, but this has 4"),
     "vocabulary": (top(vocab_size=300), 1, "FAIL vocabulary: made for a target with 300, but this has 267"),
-    "theta": (top(rope_theta=5e5, rope_parameters=None), 0, "WARN rope: theta 500000.0 (target 10000.0)"),
-    "scaling": (top(rope_scaling=LINEAR, rope_parameters=LINEAR), 0, "WARN rope: type linear (target default), factor 4.0"),
+    "theta": (top(rope_theta=5e5, rope_parameters=None), 1, "WARN rope: theta 500000.0 (target 10000.0)"),
+    "scaling": (top(rope_scaling=LINEAR, rope_parameters=LINEAR), 1, "WARN rope: type linear (target default), factor 4.0"),
     "partial rotary": (
         top(partial_rotary_factor=0.5, rope_parameters=None),
-        0,
+        1,
         "WARN rope: partial_rotary_factor 0.5 (target 1.0)",
     ),
     "short window": (sliding(2), 1, "FAIL window: sliding_window 2 is shorter than a block of 4"),
     "window": (sliding(16), 0, "ok   window: 16 tokens"),
-    "short context": (top(max_position_embeddings=64), 0, "WARN window: max_position_embeddings is 64, the target's 128"),
+    "short context": (top(max_position_embeddings=64), 1, "WARN window: max_position_embeddings is 64, the target's 128"),
     "unknown field": (top(speed=3), 1, "FAIL drafter: "),
 }
 
@@ -140,6 +142,37 @@ def test_stated(name, tmp_path, stated_only, capsys):
     summary = "nothing found" if not wrong else lines[-1]
     assert lines[-1].startswith(f"{len(lines) - 1} checks: ")
     assert all(check in summary for check in checks)
+
+
+def test_a_refused_folder_still_shows_all_it_can(tmp_path, stated_only, capsys):
+    """A width of its own kind, a learned mask and a short window, beside the field that is refused."""
+
+    def change(values):
+        no_mask(values)
+        sliding(2)(values)
+        values |= {"speed": 3, "target_hidden_size": 64}
+        values["dflash_config"]["dflash_jax"] |= {"learned_mask_embedding": True, "own_embedding": True, "own_head": True}
+
+    assert status_of(["--target", "t", "--drafter", edited(tmp_path, change)]) == 1
+    out = capsys.readouterr().out
+    for line in ("FAIL width: made for a target with 64, but this has 32", "FAIL window: sliding_window 2", "FAIL drafter: "):
+        assert line in out, out
+    assert " mask: " not in out
+
+
+def test_a_refused_folder_of_speculators_is_read_too():
+    values = {"speed": 3, "transformer_layer_config": {"hidden_size": 32, "mask_token_id": 9}, "aux_hidden_state_layer_ids": [2, 4]}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values | {"speculators_model_type": "dflash"}))
+        found = stated(folder)
+    assert (found.target_hidden_dim, found.mask_token_id, found.target_layer_ids, found.rope) == (32, 9, (1, 3), None)
+
+
+def test_a_mask_that_two_places_dispute_is_not_called_missing(tmp_path, stated_only, capsys):
+    assert status_of(["--target", "t", "--drafter", edited(tmp_path, top(mask_token_id=9))]) == 1
+    out = capsys.readouterr().out
+    assert "mask_token_id is missing" not in out
+    assert "make them agree" in out
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
@@ -317,11 +350,27 @@ def test_acceptance_shapes(shares, words):
     assert finding.seen == (f"{words}, " if words else "") + "slots " + " ".join(f"{share:.2f}" for share in shares)
 
 
+def test_few_blocks_say_nothing_about_a_later_slot():
+    """Slot 3 stands in none of the blocks that reach it, but these are few."""
+    accepted, supervised = blocks_that_accept([0.6, 0.4, 0.0])
+    supervised[0, FEW_REACHED - 1 :, 3] = False
+    assert acceptance_check(accepted, supervised).level == "ok"
+    supervised[0, FEW_REACHED - 1, 3] = True
+    assert "decays too fast at slot 3" in acceptance_check(accepted, supervised).seen
+
+
 def test_acceptance_does_not_count_slots_past_the_end():
     """Half of the blocks end after slot 1: slot 2 stands in every block that has it."""
     accepted, supervised = blocks_that_accept([1.0, 0.5])
     supervised[0, 500:, 2] = False
     assert acceptance_check(accepted, supervised).seen == "slots 1.00 1.00"
+
+
+@pytest.mark.parametrize("token", [5, 6])
+def test_a_mask_that_stops_or_pads(tiny_pair, token):
+    target, drafter, *_ = tiny_pair
+    config = dataclasses.replace(drafter.config, mask_token_id=token)
+    assert only(stated_checks(config, target), "mask").level == "FAIL"
 
 
 @pytest.fixture(scope="module")

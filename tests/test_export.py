@@ -210,6 +210,7 @@ NOTES = {
     "windows": ("zlab", {"sliding_window": (4, 4)}, ["tpu-inference has no sliding windows", "converter of speculators"], ["V2"]),
     "layers of two kinds": ("zlab", SHARED["sliding, causal"], ["V2 model runner", "drafts bidirectionally"], ["converter"]),
     "partial rotary": ("zlab", {"rope": RopeConfig(1e4, partial_rotary_factor=0.5)}, ["rotate whole heads"], []),
+    "scaled embeddings": ("zlab", {"input_embedding_scale": 4.0}, ["without input_embedding_scale"], []),
     "speculators": ("speculators", {}, ["export once more with --to zlab"], ["tpu-inference has", "sliding"]),
     "speculators, windows": (
         "speculators", {"sliding_window": (4, 4)}, ["does not read sliding_window_non_causal", "at the window before"], ["V2"],
@@ -340,9 +341,10 @@ def test_speculators_loads_ours(tmp_path, speculators, target_folder, target, ch
 
 
 @pytest.mark.oracle
-def test_the_converter_takes_ours(tmp_path, speculators, target_folder, target):
+@pytest.mark.parametrize("kind", ["biases", "yarn", "sliding, causal"])
+def test_the_converter_takes_ours(tmp_path, speculators, target_folder, target, kind):
     """What it makes of our z-lab folder loads here, equal to the drafter."""
-    folder = export(random_drafter(**SHARED["biases"]), target, "zlab", tmp_path / "a-DFlash")
+    folder = export(random_drafter(**SHARED[kind]), target, "zlab", tmp_path / "a-DFlash")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         speculators.Converter().convert(folder, tmp_path / "converted", str(target_folder), validate=True)

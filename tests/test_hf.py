@@ -137,6 +137,13 @@ def test_prefixed_names(folder, target):
     equal_params(load_drafter(folder, target), want)
 
 
+def test_a_mask_row_beside_the_weights_is_refused(folder, target):
+    """vLLM and SGLang would put it over the target's row: without it, the drafter reads another mask."""
+    (folder / "mask_embedding.pt").write_bytes(b"pickled")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt replaces the mask's embedding"):
+        load_drafter(folder, target)
+
+
 REFUSED = {
     "no depth": ({"without": ("num_target_layers",)}, "lacks 'num_target_layers'"),
     "no taps": ({"without": ("target_layer_ids",), "nested_without": ("target_layer_ids",)}, "lacks 'target_layer_ids'"),

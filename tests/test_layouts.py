@@ -241,6 +241,9 @@ REFUSED = {
         changed(SPECULATORS, mask_token_id=59),
         r"mask_token_id is 60 and transformer_layer_config\.mask_token_id is 59",
     ),
+    "other projector": (changed(SPECULATORS, "", projector_type="dspark"), "projector_type 'dspark' is not supported"),
+    "interleaved rotary": (changed(SPECULATORS, is_neox_style=False), "is_neox_style False is not supported"),
+    "more than all dimensions": (changed(SPECULATORS, partial_rotary_factor=1.5), "partial_rotary_factor 1.5 rotates"),
     "assistant, last tap": (changed(ASSISTANT, "", target_layer_ids=[1, 5]), "tap 5 is the target's last layer"),
     "assistant, unknown field": (changed(ASSISTANT, "", norm_after=True), "norm_after = True"),
 }
@@ -250,6 +253,12 @@ REFUSED = {
 def test_is_refused(values, message):
     with pytest.raises(CheckpointError, match=message):
         config_from_json(values, "here", TARGET)
+
+
+def test_harmless_fields_of_other_writers():
+    plain = config_from_json(SPECULATORS, "here", TARGET)
+    more = changed(changed(SPECULATORS, "", max_anchors=256, projector_type="dflash"), is_neox_style=True)
+    assert config_from_json(more, "here", TARGET) == plain
 
 
 def test_tap_zero_of_speculators_is_the_embedding():

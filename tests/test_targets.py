@@ -19,6 +19,7 @@ from tiny_folder import HEAD_DIM, LAYERS, tiny_config, tiny_tensors, write_folde
 from dflash_jax.config import MeshConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import load_target
+from dflash_jax.hf_config import FAMILIES
 from dflash_jax.layers import rope_frequencies
 from dflash_jax.model_config import RopeConfig, TargetConfig
 from dflash_jax.sharding import make_mesh
@@ -102,6 +103,12 @@ ORACLES = {
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}, None),
     "gemma3": ("Gemma3", GEMMA | {"layer_types": LAYER_TYPES, "rope_parameters": TWO_ROPES}, None),
 }
+
+
+def test_every_family_has_its_judge():
+    """Each row of the table is compared with the transformers class of its architecture."""
+    judged = {f"{name}ForCausalLM" for name, *_ in ORACLES.values()}
+    assert {family.architecture for family in FAMILIES.values()} == judged
 
 
 @pytest.fixture(params=ORACLES)

@@ -47,8 +47,8 @@ def draw_cases(seed=0):
     for i, (kind, changes) in enumerate(KINDS.items()):
         case = {name: values[order[i]] for (name, values), order in zip(columns.items(), shuffled, strict=True)}
         heads, kv_heads = case.pop("heads")
-        # in no order, and with the last layer: z-lab's decoder reads whatever the list says
-        taps = random.choice(TARGET_LAYERS - 1, case.pop("taps"), replace=False).tolist()  # the last layer is refused
+        # in no order: z-lab's decoder reads whatever the list says; we refuse the last layer
+        taps = random.choice(TARGET_LAYERS - 1, case.pop("taps"), replace=False).tolist()
         case |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, **changes}
         case["layer_types"] = changes.get("layer_types", ["full_attention"] * 6)[: case["num_hidden_layers"]]
         cases[kind] = case | {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": taps}}
