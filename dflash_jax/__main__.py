@@ -1,9 +1,9 @@
 """python -m dflash_jax COMMAND: regenerate, bench, doctor, export, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
-import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 from dflash_jax.bench import bench
 from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
@@ -14,6 +14,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.export import FORMATS, export_drafter
 from dflash_jax.hf import load_drafter, load_target, load_text_target
 from dflash_jax.invariants import check_invariants
+from dflash_jax.model_config import Dtype
 from dflash_jax.prompts import packaged_prompts
 from dflash_jax.regenerate import regenerate
 
@@ -64,21 +65,22 @@ def bench_command(argv: list[str]) -> int:
 
 def doctor_command(argv: list[str]) -> int:
     """Find out why a drafter accepts little."""
-    parser = config_parser(
+    parser = plain_parser(
         "Find silent wiring errors: what config.json states against the target, weights, features, acceptance on short prompts, "
-        "and whether other taps, rope or windows would accept more. --target T and --drafter D stand for --target.path and "
-        "--drafter.path. Exit status 1 when anything was found, a failure or a warning.",
+        "and whether other taps, rope or windows would accept more. Exit status 1 when anything was found, a failure or a warning.",
         prog="dflash_jax doctor",
     )
+    parser.add_argument("--target", required=True, help="folder, hub id, GGUF file, or smollm2-135m (the embedded model)")
+    parser.add_argument("--drafter", required=True, help="the drafter's folder or hub id, in any layout that is read")
     parser.add_argument(
-        "--prompts", action="append", default=[], help="JSONL file of prompts, repeatable; default: sixteen short ones"
+        "--dtype", choices=get_args(Dtype), default="bfloat16", help="of both models: the one they are served in; float32 is exact"
     )
-    parsed = parser.parse_args([re.sub(r"^--(target|drafter)(?=$|=)", r"--\1.path", word) for word in argv])
-    config = build_config(parsed, parser)
-    if config.drafter.path is None:
-        raise ConfigError("there is no drafter: name it with --drafter")
-    prompts = read_prompts(parsed.prompts) if parsed.prompts else ()
-    return doctor(config.target.path, config.drafter.path, config.target.dtype, prompts)
+    parser.add_argument(
+        "--prompts", action="append", default=[],
+        help="JSONL file of prompts, repeatable: of the kind you serve, and long where windows matter; default: 16 short ones",
+    )  # fmt: skip
+    asked = parser.parse_args(argv)
+    return doctor(asked.target, asked.drafter, asked.dtype, read_prompts(asked.prompts) if asked.prompts else ())
 
 
 def export_command(argv: list[str]) -> int:

@@ -32,7 +32,9 @@ class DrafterSource:
     block_size: int = 8
     """slots a block; larger pays where a wide pass is cheap (accelerators: 16)"""
     num_draft_layers: int = 3
+    """layers; more draft better and cost more a pass"""
     num_target_sampled_layers: int = 5
+    """taps: how many target layers are read"""
     target_layer_ids: list[int] = field(default_factory=list)
     """0-based target layers to read; empty spreads them evenly"""
     mask_token_id: int | None = None
@@ -46,14 +48,21 @@ class DrafterSource:
     draft_hidden_dim: int = 0
     """another width than the target's needs own_embedding and own_head"""
     mlp_dim: int = 0
+    """width inside the MLP"""
     num_heads: int = 0
+    """query heads"""
     num_kv_heads: int = 0
+    """key and value heads"""
     head_dim: int = 0
+    """width of a head"""
     own_embedding: bool = False
+    """learn an embedding instead of the target's; only our own decoder loads such a drafter"""
     own_head: bool = False
+    """learn a head instead of the target's; only our own decoder loads such a drafter"""
     temperature: float = 0.0
     """of the drafts; 0 drafts the likeliest tokens, which is what greedy decoding wants"""
     dropout: float = 0.0
+    """while training; 0.1 helps when rows are seen several times"""
     dtype: Dtype = "float32"
     """operand dtype of the drafter's matrix products; its parameters stay float32 while training"""
 
@@ -76,7 +85,9 @@ class DataConfig:
     batch_size: int = 8
     """rows a step, over all devices; many rows with few anchors each teach more than few rows with many"""
     num_epochs: int = 1
+    """passes over the text; used when train.steps is 0"""
     seed: int = 0
+    """of the order of rows"""
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,19 @@ class OptimConfig:
     """AdamW with warm-up, cosine decay and global-norm clipping (paper appendix: 6e-4, 4 % warm-up, clip 1)."""
 
     learning_rate: float = 6e-4
+    """after warm-up"""
     final_learning_rate: float = 0.0
+    """at the end of the cosine"""
     warmup_ratio: float = 0.04
+    """share of the steps that warm up"""
     weight_decay: float = 0.0
+    """AdamW's"""
     clip_norm: float = 1.0
+    """largest global gradient norm; larger ones are scaled down"""
     beta1: float = 0.9
+    """Adam's mean"""
     beta2: float = 0.95
+    """Adam's variance"""
     accumulation: int = 1
     """micro-batches a step, for batches that do not fit the memory: the same result, but for dropout and vocab_sample"""
 
@@ -99,8 +117,11 @@ class MeshConfig:
     """Devices along each mesh axis; -1 takes what is left."""
 
     data: int = -1
+    """copies of the model that share the batch"""
     fsdp: int = 1
+    """devices that each hold a part of every parameter"""
     tensor: int = 1
+    """devices that split heads and MLP"""
 
 
 @dataclass(frozen=True)
@@ -129,12 +150,15 @@ class TrainConfig:
     remat: bool = True
     """recompute attention scores in the backward pass instead of keeping them"""
     log_every: int = 10
+    """steps between lines of metrics.jsonl"""
     save_every: int = 200
+    """steps between checkpoints"""
     keep: int = 2
     """checkpoints kept"""
     eval_every: int = 200
     """steps between real decodes of held-out prompts; 0 never"""
     eval_max_new_tokens: int = 96
+    """answer tokens of an evaluated prompt"""
     resume: bool = False
     """continue from the newest checkpoint in run_dir"""
     tensorboard: bool = False
@@ -142,6 +166,7 @@ class TrainConfig:
     diagnostics: bool = False
     """also log attention entropy and context feature norm; costs a little"""
     seed: int = 0
+    """of first parameters, anchors and dropout"""
 
 
 Rule = Literal["match", "rejection", "block"]
@@ -153,11 +178,17 @@ class DecodeConfig:
     """Decoding by serve.py and regenerate; bench takes block_size from here and decodes greedily."""
 
     max_new_tokens: int = 256
+    """longest answer"""
     temperature: float = 0.0
+    """0 takes the likeliest tokens, 1 samples the model as it is"""
     top_k: int = 0
+    """keep only the k likeliest tokens; 0: all"""
     top_p: float = 1.0
+    """keep the likeliest tokens that make up this share; 1: all"""
     min_p: float = 0.0
+    """keep tokens with at least this share of the likeliest one's probability; 0: all"""
     seed: int = 0
+    """of the samples; row r of a batch draws with seed + r"""
     block_size: int | None = None
     """slots a block while decoding, at most the trained size; None takes the trained size"""
     verify: Rule | None = None
@@ -176,6 +207,7 @@ class BenchConfig:
     timed_prompts: int = 40
     """prompts decoded for the timing, spread over the sets"""
     max_new_tokens: int = 128
+    """answer tokens a prompt"""
     batch_size: int = 8
     """rows a batch of the exactness pass (timing is one row at a time)"""
 

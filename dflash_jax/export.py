@@ -39,7 +39,7 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         if differences(drafter.config):
             raise ConfigError(
                 f"other engines cannot load this drafter: they would silently do without {'; '.join(differences(drafter.config))}"
-                + (". Some tokens only: export --to speculators, or give --all_tokens" if drafter.config.draft_token_ids else "")
+                + (". Export --to speculators, or give --all_tokens if it learned all" if drafter.config.draft_token_ids else "")
                 + ". Train one without it, or keep the folder for dflash_jax, which loads it as it is"
             )
         name = folder.expanduser().resolve().name

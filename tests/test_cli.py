@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,13 +112,21 @@ def test_a_preset_of_another_encoding_is_named(tmp_path, capsys):
     assert "p.yaml is not UTF-8 text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main", [train.main, commands.bench_command, commands.doctor_command, commands.regenerate_command])
+@pytest.mark.parametrize("main", [train.main, commands.bench_command, commands.regenerate_command])
 def test_help_explains_fields(main, capsys):
     """The docstrings of the fields are the help."""
     assert status_of(main, ["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "padded row lengths; each costs one compilation" in out
     assert "--optim.learning_rate" in out
+
+
+def test_every_option_has_a_meaning(capsys):
+    """An option without help text shows nothing but its type."""
+    assert status_of(train.main, ["--help"]) == 0
+    entries = re.split(r"\n(?=  --)", capsys.readouterr().out)
+    bare = [entry.split()[0] for entry in entries if re.fullmatch(r"--[\w.]+ \S+ (\(.*\))", " ".join(entry.split()))]
+    assert not bare, f"options of config.py without a docstring: {bare}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -201,9 +201,7 @@ def test_options(monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "doctor", lambda *args: seen.append(args) or 0)
     prompts = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
     assert commands.main(["doctor", "--target", "t", "--drafter=d"]) == 0
-    assert (
-        commands.main(["doctor", "--target.path", "t", "--drafter.path", "d", "--target.dtype=float32", "--prompts", prompts]) == 0
-    )
+    assert commands.main(["doctor", "--target", "t", "--drafter", "d", "--dtype=float32", "--prompts", prompts]) == 0
     assert seen == [("t", "d", "bfloat16", ()), ("t", "d", "float32", [{"id": "p:1", "set": "p", "turns": ["a"]}])]
 
 

@@ -49,3 +49,20 @@ def test_commands_exist(line, capsys):
     assert status == 0
     out = capsys.readouterr().out
     assert all(option in out for option in options if option.startswith("--") and option != "--resume")
+
+
+def test_the_layout_names_every_file():
+    layout = README[README.index("## Layout") : README.index("## Limits")]
+    named = set(re.findall(r"`([\w*/]+)`", layout))
+    for path in (ROOT / "dflash_jax").iterdir():
+        name = path.stem + "/" * path.is_dir()
+        if path.suffix in ("", ".py") and name not in ("__init__", "__pycache__/"):
+            assert name in named or (name.startswith("hf") and "hf*" in named), f"{name} is not in the README's layout"
+
+
+@pytest.mark.one_cell
+def test_the_shipped_drafter_is_exported_as_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (options,) = re.findall(r"`(--target smollm2-135m.*?)`", README, re.DOTALL)
+    assert commands.main(["export", "--to", "zlab", *shlex.split(options), "--out", str(tmp_path / "X-DFlash")]) == 0
+    assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in (tmp_path / "X-DFlash" / "README.md").read_text()
