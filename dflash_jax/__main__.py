@@ -107,6 +107,10 @@ def export_command(argv: list[str]) -> int:
         "learned from all of them (as the shipped one did), bad for acceptance where it learned with drafter.draft_vocab_size",
     )  # fmt: skip
     asked = parser.parse_args(argv)
+    if Path(asked.out).expanduser().resolve() == Path(asked.drafter).expanduser().resolve():
+        raise ConfigError(
+            f"--out is the drafter's own folder {asked.drafter}, which would lose what the layout cannot say: give another"
+        )
     target = load_target(asked.target)
     drafter = load_drafter(asked.drafter, target)
     if asked.all_tokens:

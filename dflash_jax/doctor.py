@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import DFlashError
+from dflash_jax.errors import DFlashError, PromptError
 from dflash_jax.findings import TRAINED_MASK, Finding, stated, stated_checks, tokenizer_check, unless
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.model_config import DFlashConfig
@@ -71,7 +71,12 @@ def examine(target_path: str, drafter_path: str, dtype: str, prompts: Sequence[P
         return
     d = drafter.config
     yield Finding("ok", "drafter", f"{d.num_draft_layers} layers of width {d.draft_hidden_dim}, blocks of {d.block_size}")
-    yield from measured_checks(target, drafter, answer(target, prompts, d.mask_token_id))
+    try:
+        sample = answer(target, prompts, d.mask_token_id)
+    except PromptError as error:
+        yield Finding("FAIL", "sample", str(error))
+        return
+    yield from measured_checks(target, drafter, sample)
 
 
 def measured_checks(target: Target, drafter: Drafter, sample: Sample) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import EMBEDDED_NAME, drafter_arrays, write_drafter
 from dflash_jax.hf_config import FAMILIES
 from dflash_jax.hf_drafter import config_to_json, config_to_speculators, differences
@@ -19,6 +19,7 @@ from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.targets import Target
 
 FORMATS = ("zlab", "speculators")
+HEADING = "# A DFlash drafter for "
 
 
 def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path, target_name: str) -> None:
@@ -31,10 +32,18 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         ConfigError: an engine would silently misread the drafter, or the folder's name hides what it is.
         CheckpointError: the folder holds something else than a drafter, or cannot be written.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser().resolve()
+    if Path(target_name).expanduser().is_dir():
+        target_name = str(Path(target_name).expanduser().resolve())
     if target_name == EMBEDDED_NAME or target_name.endswith(".gguf"):
         raise ConfigError(f"other engines cannot load the target as {target_name}: give its hub id or folder with --target_name")
+    page = folder / "README.md"
+    if page.is_file() and not page.read_text(encoding="utf-8", errors="replace").startswith(HEADING):
+        raise CheckpointError(f"{page} is not of an earlier export: move it, or give another folder")
     arrays = drafter_arrays(drafter, "bfloat16")
+    broken = [name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()]
+    if broken:
+        raise CheckpointError(f"the drafter is not finite in bfloat16: {', '.join(broken[:4])}. Train it again, or fetch it again")
     if to == "zlab":
         if differences(drafter.config):
             raise ConfigError(
@@ -42,7 +51,7 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
                 + (". Export --to speculators, or give --all_tokens if it learned all" if drafter.config.draft_token_ids else "")
                 + ". Train one without it, or keep the folder for dflash_jax, which loads it as it is"
             )
-        name = folder.expanduser().resolve().name
+        name = folder.name
         if "dflash" not in name.lower():
             raise ConfigError(
                 f"{folder}: vLLM knows a DFlash drafter by 'dflash' in its path. Call the folder {name}-DFlash, for example"
@@ -107,7 +116,7 @@ def readme(config: DFlashConfig, target: TargetConfig, to: str, folder: str, tar
         commands = {"vLLM": f"vllm serve {shlex.quote(folder)}", "vLLM, with the target named": vllm}
     layout = "z-lab's layout" if to == "zlab" else "the layout of speculators"
     lines = [
-        f"# A DFlash drafter for {target_name}",
+        f"{HEADING}{target_name}",
         "",
         f"Exported by dflash_jax in {layout}, bfloat16. It proposes {drafts} tokens a pass (block size {config.block_size}:",
         f"one known token and {drafts} drafted ones). The target checks every token, so what an engine cannot do with this drafter",

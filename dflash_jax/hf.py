@@ -47,6 +47,8 @@ from dflash_jax.targets.dense import DenseTarget, abstract_decoder
 from dflash_jax.tokenizer import Tokenizer
 
 EMBEDDED_NAME = "smollm2-135m"
+# Weights of an earlier drafter in several files: other loaders would prefer them to the new ones.
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json")
 
 
 def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> DenseTarget:
@@ -151,7 +153,7 @@ def write_drafter(
 
     Raises `CheckpointError` when the folder holds something else than a drafter, or cannot be written.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = Path(folder).expanduser().resolve()  # a link stays, and what it names is replaced
     _check_replaceable(folder)
     try:
         text = re.sub(
@@ -238,12 +240,16 @@ def _write_folder(folder: Path, texts: dict[str, str], arrays: dict[str, np.ndar
         shutil.copymode(new / "config.json", new / "model.safetensors")  # safetensors makes files that only their owner reads
         if folder.exists():
             for item in folder.iterdir():
-                if item.name not in {"model.safetensors", *texts}:
-                    (shutil.copytree if item.is_dir() else shutil.copy2)(item, new / item.name)
+                if item.name in {"model.safetensors", *texts} or _SHARD.fullmatch(item.name):
+                    continue
+                if item.is_dir() and not item.is_symlink():
+                    shutil.copytree(item, new / item.name, symlinks=True)
+                else:
+                    shutil.copy2(item, new / item.name, follow_symlinks=False)
             folder.rename(old)
         try:
             new.rename(folder)
-        except OSError:
+        except BaseException:  # Ctrl-C too
             if old.exists():
                 old.rename(folder)
             raise
@@ -275,6 +281,7 @@ def _check_replaceable(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     file = folder / "config.json"
-    if file.is_file() and set(read_json(file).get("architectures") or ()) & set(ARCHITECTURES):
+    named = read_json(file).get("architectures") if file.is_file() else None
+    if isinstance(named, list) and any(name in ARCHITECTURES for name in named):
         return
     raise CheckpointError(f"{folder} holds something else than a drafter: give a new folder")

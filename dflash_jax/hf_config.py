@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError
 from dflash_jax.hf_fields import IGNORED_KEYS, MISSING, Fields, check_rotated_dims, read_rope, rope_of
-from dflash_jax.model_config import Dtype, RopeConfig, TargetConfig
+from dflash_jax.model_config import Dtype, TargetConfig
 
 # Fields that do change it, with the only value that we compute.
 _ONLY_VALUES = {"is_encoder_decoder": False, "rope_interleaved": False, "use_mrope": False}
@@ -78,7 +78,8 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
         )
         kinds.finish()
     else:
-        full, local = read_rope(fields), RopeConfig(theta=fields.positive("rope_local_base_freq"))
+        full = read_rope(fields)
+        local = rope_of(Fields({"rope_theta": fields.positive("rope_local_base_freq")}, f"{fields.where}: rope_local_base_freq"))
     return _gemma2(fields) | {"qk_norm": True, "rope": full, "local_rope": local}
 
 
@@ -175,7 +176,9 @@ def target_config(folder: Path, dtype: Dtype) -> TargetConfig:
         **given | more,
     )
     fields.finish(IGNORED_KEYS)
-    check_rotated_dims(config.rope, config.head_dim, fields.where)
+    for rope in (config.rope, config.local_rope):
+        if rope is not None:
+            check_rotated_dims(rope, config.head_dim, fields.where)
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{fields.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
@@ -201,7 +204,7 @@ def read_windows(fields: Fields, rule: Literal["none", "all", "switched"] | int,
     default = ["full_attention" if sees_all else "sliding_attention" for sees_all in whole]
     types = types or default
     fits = types == default if rule == "all" or window is None else set(types) <= {"full_attention", "sliding_attention"}
-    if not fits or len(types) != num_layers or (window is not None and (rule == "none" or window < 1)):
+    if not fits or len(types) != num_layers or (window is not None and (rule == "none" or not 0 < window < 2**31)):
         raise CheckpointError(
             f"{fields.where}: a sliding window of {window} with layer_types {sorted(set(types))} in {len(types)} layers is not "
             f"what {fields.values['model_type']} computes: correct sliding_window and layer_types, or take another model"

@@ -173,9 +173,12 @@ def read_attention(sections: Sections, num_layers: int) -> dict[str, Any]:
     """Each layer's window and causality, as z-lab 0.1.0 reads them (its class on top of transformers' Qwen3Config)."""
     body, assistant = sections.body, sections.layout == "assistant"
     window = body.get("sliding_window", int, None)
+    stated = assistant or body.get("use_sliding_window", bool, False)
+    if stated and window is not None:
+        body.size("sliding_window")
     if assistant:
         window = None if window is None else window + 1  # its mask keeps keys at a distance of the window itself
-    elif not body.get("use_sliding_window", bool, False):
+    elif not stated:
         window = None
     types = body.get("layer_types", list, [])
     if not types:

@@ -49,8 +49,11 @@ class Fields:
     def size(self, name: str, default: Any = MISSING) -> int:
         """A field that counts something: a positive integer. Raises `CheckpointError`."""
         value: int = self.get(name, int, default)
-        if value < 1:
-            raise CheckpointError(f"{self.where}: {name!r} is {value}, not a positive number: correct it, or fetch the file again")
+        if not 0 < value < 2**31:
+            shown = str(value)[:20]
+            raise CheckpointError(
+                f"{self.where}: {name!r} is {shown}, not a positive number below 2**31: correct it, or fetch the file again"
+            )
         return value
 
     def positive(self, name: str, default: Any = MISSING) -> Any:

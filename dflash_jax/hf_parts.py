@@ -49,7 +49,7 @@ def draft_vocabulary(tensors: dict[str, Tensor], vocab_size: int, source: str) -
     if "d2t" not in tensors:
         raise CheckpointError(f"{source} has the tensor t2d without d2t, which names the drafted tokens: fetch the files again")
     offsets = tensors["d2t"].read().astype(np.int64)
-    ids = offsets + np.arange(len(offsets))
+    ids = offsets.reshape(-1) + np.arange(offsets.size)
     if offsets.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
         raise CheckpointError(
             f"{source}: the tensor d2t does not name ascending ids in 0..{vocab_size - 1} (i + d2t[i]): "

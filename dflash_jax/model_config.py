@@ -165,6 +165,8 @@ class DFlashConfig:
             raise ConfigError(f"num_draft_layers is {n}: a drafter needs at least one layer")
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}: a block holds its anchor and at least one drafted slot")
+        if self.block_size > self.max_position:
+            raise ConfigError(f"block_size is {self.block_size}: it must not exceed max_position_embeddings, {self.max_position}")
         if len(set(ids)) != len(ids):
             raise ConfigError(f"target_layer_ids {list(ids)} name a layer twice: give distinct ids")
         if min(ids) < 0 or max(ids) >= self.num_target_layers:

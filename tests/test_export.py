@@ -246,6 +246,45 @@ def test_command(tmp_path, target_folder, target, capsys):
     assert "Traceback" not in error
 
 
+def test_never_onto_itself(tmp_path, target_folder, capsys):
+    save_drafter(random_drafter(**FEW), tmp_path / "x-DFlash")
+    before = files(tmp_path / "x-DFlash")
+    places = ["--drafter", str(tmp_path / "x-DFlash"), "--target", str(target_folder), "--out", str(tmp_path / "." / "x-DFlash")]
+    with pytest.raises(SystemExit) as stopped:
+        run(main, ["export", "--to", "zlab", "--all_tokens", *places])
+    assert stopped.value.code == 1
+    assert "--out is the drafter's own folder" in capsys.readouterr().err
+    assert files(tmp_path / "x-DFlash") == before
+
+
+def test_a_readme_of_somebody_stays(tmp_path, target):
+    folder = export(random_drafter(), target, "zlab", tmp_path / "x-DFlash")
+    export(random_drafter(block_size=4), target, "zlab", folder)  # its own README is written again
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"README\.md is not of an earlier export"):
+        export(random_drafter(), target, "zlab", folder)
+    assert (folder / "README.md").read_text() == "mine"
+    assert load_drafter(folder, target).config.block_size == 4
+
+
+@pytest.mark.parametrize("value", [np.nan, 3.4e38])
+def test_broken_weights_are_not_exported(tmp_path, target, value):
+    """3.4e38 is finite, but not in bfloat16."""
+    drafter = random_drafter()
+    drafter.params["norm"]["scale"].set_value(drafter.params["norm"]["scale"][...].at[0].set(value))
+    with pytest.raises(CheckpointError, match=r"not finite in bfloat16: norm\.weight"):
+        export(drafter, target, "zlab", tmp_path / "x-DFlash")
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_name_places_that_engines_can_open(tmp_path, target, target_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_drafter(random_drafter(), target, "zlab", "x-DFlash", str(target_folder))
+    text = (tmp_path / "x-DFlash" / "README.md").read_text()
+    assert f'"model": "{tmp_path / "x-DFlash"}"' in text
+    assert f"vllm serve {target_folder}" in text
+
+
 def test_all_tokens(tmp_path, target_folder, target):
     """The same tensors; only the table of drafted tokens goes."""
     save_drafter(random_drafter(**FEW), tmp_path / "d")

@@ -141,6 +141,7 @@ REFUSED = {
     "gemma2 scale": ("gemma2", GEMMA2 | {"query_pre_attn_scalar": ...}, "lacks 'query_pre_attn_scalar'"),
     "gemma3 pattern": ("gemma3_text", GEMMA3 | {"sliding_window_pattern": 4}, "sliding_window_pattern 4 is not supported"),
     "gemma3 softcap": ("gemma3_text", GEMMA3 | SOFTCAPS, r"attn_logit_softcapping 50\.0 is not supported"),
+    "gemma3 local theta of a half": ("gemma3_text", GEMMA3 | {"rope_local_base_freq": 0.5}, "must exceed 1"),
     "gemma3 local theta": ("gemma3_text", GEMMA3 | {"rope_local_base_freq": ...}, "lacks 'rope_local_base_freq'"),
     "gemma3 one rope": ("gemma3_text", GEMMA3 | {"rope_parameters": {S: {"rope_theta": 1e4}}}, "lacks 'full_attention'"),
     "another's field": ("llama", {"residual_multiplier": 0.22}, r"residual_multiplier = 0\.22"),

@@ -158,6 +158,9 @@ REFUSED = {
     "unknown nested field": ({"nested": {"denoising_steps": 2}}, "dflash_config has fields .* denoising_steps"),
     "slot 0 drafts too": ({"nested": {"sample_from_anchor": True}}, "sample_from_anchor True is not supported"),
     "unknown own field": ({"nested": {"dflash_jax": {"tree_width": 2}}}, "dflash_jax has fields .* tree_width"),
+    "no window": (SLIDING | {"sliding_window": 0}, "'sliding_window' is 0, not a positive number"),
+    "endless window": (SLIDING | {"sliding_window": 2**31}, "'sliding_window' is 2147483648, not a positive number below"),
+    "endless context": ({"max_position_embeddings": 10**12}, "'max_position_embeddings' is 1000000000000, not a positive"),
     "window without size": ({"layer_types": ["sliding_attention"] * 2}, "has sliding layers: add sliding_window"),
     "layer types": ({"layer_types": ["full_attention"]}, "is not 2 of full_attention"),
     "architecture of no text": ({"architectures": [["x"]]}, "are no DFlash drafter"),
@@ -198,6 +201,7 @@ BAD_VALUES = {
     ),
     "mask is a stop token": ({"mask_token_id": 2, "nested": {"mask_token_id": 2}}, "mask_token_id 2 is a stop or pad token"),
     "mask is the pad token": ({"mask_token_id": 0, "nested": {"mask_token_id": 0}}, "mask_token_id 0 is a stop or pad token"),
+    "block beyond the context": ({"nested": {"block_size": 512}, "block_size": 512}, "block_size is 512: it must not exceed"),
     "tap outside": (
         {"target_layer_ids": [1, 3, 6], "nested": {"target_layer_ids": [1, 3, 6]}},
         r"target_layer_ids \[1, 3, 6\] must lie in 0\.\.5",
@@ -286,6 +290,47 @@ def test_saving_again_keeps_other_files(folder, target):
     assert (folder / "notes" / "a.txt").read_text() == "too"
     assert [path.name for path in folder.parent.iterdir()] == ["d"]
     assert len({(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1  # who reads one reads both
+
+
+def test_saving_over_shards(folder, target):
+    """An index that names an earlier drafter's shards would win over the new weights in other loaders."""
+    (folder / "model-00001-of-00001.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"fc.weight": "model-00001-of-00001.safetensors"}})
+    )
+    save_drafter(random_drafter(block_size=4), folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_links_stay_links(folder, target, tmp_path):
+    (folder / "nowhere").symlink_to("absent")
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    save_drafter(random_drafter(block_size=4), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (folder / "nowhere").is_symlink()
+    assert load_drafter(folder, target).config.block_size == 4
+
+
+def test_ctrl_c_between_the_renames(folder, target, monkeypatch):
+    want, rename = load_drafter(folder, target), type(folder).rename
+
+    def interrupted(self, to):
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(type(folder), "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_drafter(random_drafter(block_size=4), folder)
+    equal_params(load_drafter(folder, target), want)
+
+
+@pytest.mark.parametrize("architectures", [5, [["a"]], None])
+def test_an_odd_config_is_not_a_drafters(tmp_path, architectures):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "config.json").write_text(json.dumps({"architectures": architectures}))
+    with pytest.raises(CheckpointError, match="holds something else than a drafter"):
+        save_drafter(random_drafter(), tmp_path / "d")
 
 
 def test_never_replaces_anything_else(tmp_path):

@@ -281,6 +281,11 @@ D2T = {"d2t": IDS - np.arange(4), "t2d": np.isin(np.arange(VOCAB), IDS)}
 FEW = changed(SPECULATORS, "", draft_vocab_size=4)
 
 
+def test_a_draft_vocabulary_without_dimensions(tmp_path, target):
+    with pytest.raises(CheckpointError, match="d2t does not name ascending ids"):
+        load_drafter(write(tmp_path / "d", FEW, d2t=np.asarray(3)), target)
+
+
 def rows(seed, count=VOCAB):
     return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype(np.float32)
 
