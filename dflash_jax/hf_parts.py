@@ -55,7 +55,8 @@ def draft_vocabulary(tensors: dict[str, Tensor], vocab_size: int, source: str) -
             f"{source}: the tensor d2t does not name ascending ids in 0..{vocab_size - 1} (i + d2t[i]): "
             "take the target it was made for"
         )
-    if "t2d" in tensors and not np.array_equal(np.flatnonzero(tensors["t2d"].read()), ids):
+    marks = tensors["t2d"].read() if "t2d" in tensors else np.isin(np.arange(vocab_size), ids)
+    if marks.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(marks), ids):
         raise CheckpointError(f"{source}: the tensors d2t and t2d name different tokens: fetch the files again")
     return () if len(ids) == vocab_size else tuple(ids.tolist())
 

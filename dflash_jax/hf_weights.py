@@ -129,7 +129,8 @@ def fill_state(
 def split_fused(tensors: Iterable[Tensor], rows: Mapping[str, int]) -> list[Tensor]:
     """The tensors with each fused projection as its parts: Phi-3 files hold q, k, v and gate, up as one tensor each.
 
-    `rows` gives each part's output size; the last part takes what is left, so a misfit shows in its shape.
+    `rows` gives each part's output size; the last part takes what is left, so a misfit shows in its shape. Raises `CheckpointError`
+    when a part is there by itself too.
     """
     split: list[Tensor] = []
     for tensor in tensors:
@@ -142,6 +143,10 @@ def split_fused(tensors: Iterable[Tensor], rows: Mapping[str, int]) -> list[Tens
             start = end
         if fused not in _FUSED:
             split.append(tensor)
+    names = [tensor.name for tensor in split]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"the file has {twice} by itself and as part of a fused tensor: remove one of them")
     return split
 
 

@@ -191,6 +191,14 @@ def test_fused_projections_are_split(tmp_path):
     assert replace(phi3.config, model_type="llama") == plain.config
 
 
+def test_a_projection_fused_and_by_itself(tmp_path):
+    tensors = fused(tiny_tensors(tiny_config("llama")))
+    q = "model.layers.1.self_attn.q_proj.weight"
+    folder = write_folder(tmp_path, PHI3_CONFIG, tensors | {q: tiny_tensors(tiny_config("llama"))[q]})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight by itself and as part of a fused tensor"):
+        load_target(folder, "float32")
+
+
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
 def test_fused_projection_of_other_size(tmp_path, name):
     tensors = fused(tiny_tensors(tiny_config("llama")))

@@ -348,6 +348,7 @@ BAD_VOCABULARIES = {
     "other size": (changed(FEW, "", draft_vocab_size=5), D2T, "draft_vocab_size is 5, but the weights draft 4 tokens"),
     "unsorted": (FEW, {"d2t": np.asarray([3, 0, 0, 0])}, r"does not name ascending ids in 0\.\.60"),
     "outside": (FEW, {"d2t": np.asarray([0, 0, 0, 58])}, r"does not name ascending ids in 0\.\.60"),
+    "marks for fewer tokens": (FEW, {"d2t": np.asarray([0, 2, 5]), "t2d": np.isin(np.arange(21), [0, 3, 7])}, "d2t and t2d name"),
     "two opinions": (FEW, D2T | {"t2d": np.isin(np.arange(VOCAB), [0, 3, 8, 60])}, "d2t and t2d name different tokens"),
     "no whole numbers": (FEW, {"d2t": np.zeros(4, np.float32)}, "d2t is stored as F32; only I64, I32 are read"),
     "rows of another size": (FEW, D2T | {"lm_head.weight": rows(1, 5)}, r"lm_head\.weight is \[5, 32\], not \[61, 32\]"),
