@@ -99,9 +99,9 @@ def generate(
     `ConfigError` for unusable input.
     """
     options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size, verify)
+    rule = rule_of(options)
     state, lengths = start(target, drafter, prompts, options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
-    rule = rule_of(options)
     state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter, rule=rule)
     return finish(state, lengths)
 
@@ -114,6 +114,7 @@ def stream(
     stop_token_ids: Sequence[int] | None = None,
 ) -> Iterator[list[int] | Generation]:
     """Decode one prompt in chunks of a few rounds: yields new token ids as they are committed, then the `Generation`."""
+    rule, rounds = rule_of(options), jnp.int32(STREAM_ROUNDS)
     state, lengths = start(target, drafter, [prompt], options, stop_token_ids)
     draft_params = drafter.params if drafter is not None else ()
     sent = lengths[0]
@@ -125,8 +126,7 @@ def stream(
         if done:
             break
         sent = length
-        rounds = jnp.int32(STREAM_ROUNDS)
-        state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule_of(options))
+        state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule)
     yield finish(state, lengths)
 
 
