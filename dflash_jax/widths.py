@@ -1,0 +1,157 @@
+"""Which block width pays: what a round costs at each width, measured once and kept in a file, against the acceptance seen.
+
+A round of w slots emits tau(w) tokens and costs c(w) seconds, which depends on the machine, the models, the batch and the context
+but not on what the tokens are. The best width is the one with the most tokens a second; width 1 is plain decoding.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.config import Rule, read_json
+from dflash_jax.decode import PLAIN_ROUNDS, DecodeState, decode
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.targets import Target
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""candidates, besides the whole block"""
+MEASURED_ROUNDS, REPEATS = 8, 5
+HALF_LIFE = 64
+"""rounds after which what was seen counts half: texts change"""
+PROBE_ROUNDS = 2
+PROBE_SHARE = 0.01
+"""of the time goes into whole blocks while narrower ones are used: what they accept is unknown otherwise"""
+
+
+class WidthTable:
+    """Seconds a round by width, in a JSON file: measured where it lacks the case at hand, which takes a compilation a width."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises `ConfigError` when the file holds something else."""
+        self.path = Path(path)
+        self._cases: dict[str, dict[int, float]] = {}
+        if self.path.exists():
+            for case, costs in read_json(self.path).items():
+                try:
+                    self._cases[case] = {int(width): float(cost) for width, cost in costs.items()}
+                except (AttributeError, TypeError, ValueError):
+                    self._cases[case] = {}
+                if 1 not in self._cases[case] or not all(cost > 0 for cost in self._cases[case].values()):
+                    raise ConfigError(f"{self.path} is no table of widths ({case!r} has no seconds by width): delete it")
+
+    def costs(self, target: Target, drafter: Drafter, state: DecodeState, rule: Rule) -> dict[int, float]:
+        """Seconds a round of every candidate width for states of this shape; measures and saves them if they are not known."""
+        case = _case(target, drafter, state, rule)
+        if case not in self._cases:
+            self._cases[case] = measure_widths(target, drafter, state, rule)
+            self._save()
+        return self._cases[case]
+
+    def _save(self) -> None:
+        text = json.dumps(self._cases, indent=1, sort_keys=True) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self.path)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({error}): name another file for the table of widths") from None
+
+
+def _case(target: Target, drafter: Drafter, state: DecodeState, rule: Rule) -> str:
+    """What the costs depend on, in words that a reader of the file understands."""
+    batch, capacity = state.tokens_BL.shape
+    device = jax.devices()[0]
+    models = hashlib.sha256(repr((target.config, drafter.config)).encode()).hexdigest()[:12]
+    machine = f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} {platform.machine()} cores, jax {jax.__version__}"
+    kind = "greedy" if state.sampling is None else rule
+    return f"{machine}; {target.config.family} {models}, {target.config.dtype}; batch {batch}, context {capacity}; {kind}"
+
+
+def candidates(block_size: int) -> list[int]:
+    """Widths worth a compilation for blocks of up to `block_size` slots."""
+    return [width for width in WIDTHS if width < block_size] + [block_size]
+
+
+def measure_widths(target: Target, drafter: Drafter, like: DecodeState, rule: Rule) -> dict[int, float]:
+    """Seconds a round of each candidate width: the median of interleaved runs over a state with the shapes of `like`.
+
+    What a round costs does not depend on how many drafts stand, so any text will do.
+    """
+    block_size, capacity = like.accepted_BK.shape[1], like.tokens_BL.shape[1]
+    widths = candidates(block_size)
+    rounds = max(1, min(MEASURED_ROUNDS, PLAIN_ROUNDS, (capacity - 1) // (2 * block_size)))
+    start = max(1, min(capacity // 2, capacity - (rounds + 1) * block_size))
+
+    def fresh(state: DecodeState) -> DecodeState:
+        sampling = state.sampling
+        if sampling is not None:
+            sampling = sampling._replace(temperature_B=jnp.ones_like(sampling.temperature_B))
+        return state._replace(
+            length_B=jnp.full_like(state.length_B, start),
+            end_B=jnp.full_like(state.end_B, capacity),
+            done_B=jnp.zeros_like(state.done_B),
+            stops_BS=jnp.full_like(state.stops_BS, -1),
+            sampling=sampling,
+        )
+
+    state = fresh(jax.tree.map(jnp.zeros_like, like))
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    for repeat in range(REPEATS + 1):
+        for width in widths:
+            before = time.perf_counter()
+            state = decode(
+                target.params, drafter.params, state, jnp.int32(rounds), target=target, drafter=drafter, rule=rule, width=width
+            )
+            jax.block_until_ready(state)
+            if repeat:  # the first one compiles
+                seconds[width].append((time.perf_counter() - before) / rounds)
+            state = fresh(state)
+    return {width: statistics.median(times) for width, times in seconds.items()}
+
+
+class WidthPolicy:
+    """Chooses the width of the next rounds from their costs and the acceptance seen so far."""
+
+    def __init__(self, costs: dict[int, float], block_size: int) -> None:
+        self.costs = {width: cost for width, cost in costs.items() if width <= block_size}
+        self.widest = max(self.costs)
+        # One imagined round at which every draft stood: the first real ones decide, and the widest block is tried first.
+        self._seen_K = np.ones(self.widest)
+        self._stood_K = np.ones(self.widest)
+        self._since_probe = 0.0
+        """seconds decoded since the whole block was last used"""
+
+    def tau(self, width: int) -> float:
+        """Tokens that a round of this width is expected to emit."""
+        return float((self._stood_K / self._seen_K)[:width].sum())
+
+    def next(self) -> tuple[int, int | None]:
+        """The width, and for how many rounds at most; None: as many as the caller likes."""
+        best = max(self.costs, key=lambda width: self.tau(width) / self.costs[width])
+        if best < self.widest:
+            extra = PROBE_ROUNDS * (self.costs[self.widest] - self.costs[best])
+            if self._since_probe * PROBE_SHARE >= extra:
+                return self.widest, PROBE_ROUNDS
+        return best, None
+
+    def saw(self, width: int, rounds: int, accepted_K: np.ndarray) -> None:
+        """`rounds` passes of this width were made; `accepted_K[k]`: how many rows' rounds emitted k drafted tokens in them."""
+        reached_K = np.cumsum(accepted_K[::-1])[::-1][: self.widest].astype(float)
+        rows = reached_K[0]
+        if width > 1 and rows:
+            kept = 0.5 ** (rounds / HALF_LIFE)
+            # The anchor's own slot always stands; slots past the width say nothing about themselves.
+            self._seen_K[:width] = kept * self._seen_K[:width] + rows
+            self._stood_K[:width] = kept * self._stood_K[:width] + reached_K[:width]
+        self._since_probe = 0.0 if width == self.widest else self._since_probe + rounds * self.costs[width]
