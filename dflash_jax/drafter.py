@@ -279,7 +279,8 @@ class Drafter:
                 return params["embed_tokens"][...][tokens].astype(jnp.float32)
 
         anchor = embed(anchor_tokens)[..., None, :]
-        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.asarray(c.mask_token_id, jnp.int32))
+        # One id in an array: XLA moves the row of a lone id from the device that has it, then sends it to all.
+        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.asarray([c.mask_token_id], jnp.int32))[0]
         masks = jnp.broadcast_to(mask_D.astype(jnp.float32), (*anchor_tokens.shape, block_size - 1, mask_D.shape[-1]))
         return jnp.concatenate([anchor, masks], axis=-2)
 
