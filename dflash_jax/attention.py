@@ -49,14 +49,16 @@ def anchored_attention(
     causal: bool,
     window: int | None,
     dtype: str,
+    ring: bool = False,
     anchor_chunk: int | None = None,
     remat: bool = False,
 ) -> tuple[Float[Array, "B A K H E"], Float[Array, "B A"]]:
     """Each block attends the context strictly before its anchor and its own slots, under one softmax (paper, Figure 4).
 
-    Context key t has position t; slot k of a block has position anchor + k. `window`: a query at position p sees keys at positions
-    > p - window, and < p + window unless `causal`. Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and
-    `remat` recomputes their scores in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
+    Context key t has position t, or in a `ring` of T slots the newest position before the anchor that is congruent to t; slot k of
+    a block has position anchor + k. `window`: a query at position p sees keys at positions > p - window, and < p + window unless
+    `causal`. Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and `remat` recomputes their scores in the
+    backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
     """
     batch, anchors, slots, heads, width = q_BAKHE.shape
     groups, context = context_k_BGTE.shape[1:3]
@@ -66,7 +68,7 @@ def anchored_attention(
         q, block_k, block_v, starts_BA = part
         context_scores = product("bakgre,bgte->bgrakt", q, context_k_BGTE, dtype)
         block_scores = product("bakgre,bajge->bgrakj", q, block_k, dtype)
-        context_seen, block_seen = _seen(starts_BA, slots, context, causal=causal, window=window)
+        context_seen, block_seen = _seen(starts_BA, slots, context, causal=causal, window=window, ring=ring)
         context_scores = jnp.where(context_seen[:, None, None], context_scores, HIDDEN_SCORE)
         block_scores = jnp.where(block_seen[None, None, None, None], block_scores, HIDDEN_SCORE)
         # One softmax over two parts: a common maximum, then one normaliser. Its gradient is zero, so it is not traced.
@@ -93,16 +95,23 @@ def anchored_attention(
 
 
 def _seen(
-    anchors_BA: Array, slots: int, context: int, *, causal: bool, window: int | None
+    anchors_BA: Array, slots: int, context: int, *, causal: bool, window: int | None, ring: bool
 ) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
     """What slot k sees: of the context [B, A, K, T], of its own block [K, K]."""
     k_K = jnp.arange(slots, dtype=anchors_BA.dtype)
-    t_T = jnp.arange(context, dtype=anchors_BA.dtype)
-    context_seen = jnp.broadcast_to(t_T[None, None, None] < anchors_BA[:, :, None, None], (*anchors_BA.shape, slots, context))
+    t_BAKT = jnp.arange(context, dtype=anchors_BA.dtype)[None, None, None]  # every context key's position
+    anchors_BA11 = anchors_BA[:, :, None, None]
+    if ring:
+        last_BA11 = anchors_BA11 - 1
+        t_BAKT = last_BA11 - (last_BA11 - t_BAKT) % context
+        before_BAKT = t_BAKT >= 0  # a slot that no position before the anchor has reached is empty
+    else:
+        before_BAKT = t_BAKT < anchors_BA11
+    context_seen = jnp.broadcast_to(before_BAKT, (*anchors_BA.shape, slots, context))
     block_seen = k_K[None] <= k_K[:, None] if causal else jnp.ones((slots, slots), bool)
     if window is not None:
         positions_BAK = anchors_BA[:, :, None] + k_K[None, None]
-        context_seen &= t_T[None, None, None] > positions_BAK[..., None] - window
+        context_seen &= t_BAKT > positions_BAK[..., None] - window
         block_seen &= k_K[None] > k_K[:, None] - window
         if not causal:
             block_seen &= k_K[None] < k_K[:, None] + window

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention import anchored_attention
-from dflash_jax.cache import KVCache, init_cache, write
+from dflash_jax.cache import KVCache, init_cache, ring_slots, write
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
 from dflash_jax.model_config import DFlashConfig, TargetConfig
@@ -68,6 +68,7 @@ class KVInjectionAttention(nnx.Module):
         context_v_BGTE: Float[Array, "B G T E"],
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
+        ring: bool = False,
     ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
         """Attention output and each block's mean attention entropy."""
         q_BAKHE = apply_rope(self.q_norm(self._heads(self.q_proj(x_BAKD))), block_rope)
@@ -82,6 +83,7 @@ class KVInjectionAttention(nnx.Module):
             causal=self.causal,
             window=self.window,
             dtype=self.dtype,
+            ring=ring,
             anchor_chunk=execution.anchor_chunk,
             remat=execution.remat,
         )
@@ -110,9 +112,10 @@ class DraftLayer(nnx.Module):
         context_v_BGTE: Float[Array, "B G T E"],
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
+        ring: bool = False,
     ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
         mixed, entropy_BA = self.self_attn(
-            self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution
+            self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution, ring
         )
         x_BAKD = x_BAKD + self._drop(mixed, execution, 0)
         return x_BAKD + self._drop(self.mlp(self.post_attention_layernorm(x_BAKD)), execution, 1), entropy_BA
@@ -154,11 +157,16 @@ class DraftModel(nnx.Module):
         block_rope: tuple[Array, Array],
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
+        ring: bool = False,
     ) -> tuple[Float[Array, "B A K D"], list[Array]]:
-        """Final hidden states of anchored blocks, and each layer's attention entropy [B, A]. Context arrays are [B, G, T, E]."""
+        """Final hidden states of anchored blocks, and each layer's attention entropy [B, A]. Context arrays are [B, G, T, E].
+
+        `ring`: they are caches of `Drafter.init_cache`, so that those of layers with a window are rings.
+        """
         entropies = []
         for layer, (k_BGTE, v_BGTE) in zip(self.layers, context, strict=True):
-            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution)
+            is_ring = ring and layer.self_attn.window is not None
+            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring)
             entropies.append(entropy_BA)
         return self.norm(x_BAKD), entropies
 
@@ -193,18 +201,43 @@ class Drafter:
         return nnx.merge(self.graphdef, params)
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty context cache for rows of up to `capacity` positions; a layer with a window keeps only what its blocks can see.
+
+        Its slots are then a ring (`cache.ring_slots`), whose size does not grow with the capacity.
+        """
         c = self.config
-        return init_cache(c.num_draft_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
+        slots = [capacity if w is None else min(capacity, ring_slots(w, c.block_size)) for w in c.sliding_window]
+        return init_cache(slots, batch, c.num_kv_heads, c.head_dim, c.dtype)
+
+    def context_reach(self) -> int | None:
+        """How many positions before an anchor its block may read in rings; None: no layer has a window, so nothing is forgotten."""
+        return max((window - 1 for window in self.config.sliding_window if window is not None), default=None)
+
+    def kept_context(self, prefix: int, newest: int) -> int:
+        """How many of a row's first `prefix` positions need not be written again before it goes on from there.
+
+        `newest` is the last position ever written in that row, rejected ones included. All are kept while the rings still hold what
+        the next block may read; else the last `context_reach` of them are needed again.
+        """
+        reach = self.context_reach()
+        windows = [window for window in self.config.sliding_window if window is not None]
+        if reach is None or all(newest - ring_slots(w, self.config.block_size) < max(prefix - w + 1, 0) for w in windows):
+            return prefix
+        return max(prefix - reach, 0)
 
     def extend_context(
         self, params: Any, taps_BTM: Float[Array, "B T M"], positions_BT: Int[Array, "B T"], cache: KVCache
     ) -> KVCache:
-        """Append context keys and values of target positions. Only those of verified tokens are seen: later ones are rewritten."""
+        """Append context keys and values of target positions, -1 being padding. Only those of verified tokens are seen: later ones
+        are rewritten before a block can see them, or lie outside every window when they have replaced something (a ring)."""
         rope = rope_tables(self.config.rope, self.config.head_dim, positions_BT)
         context = self.model(params).context(taps_BTM, rope)
-        keys = tuple(write(old, new, positions_BT) for old, (new, _) in zip(cache.keys, context, strict=True))
-        values = tuple(write(old, new, positions_BT) for old, (_, new) in zip(cache.values, context, strict=True))
-        return KVCache(keys, values)
+        rings = [window is not None for window in self.config.sliding_window]
+
+        def extended(old: tuple[Array, ...], part: int) -> tuple[Array, ...]:
+            return tuple(write(x, new[part], positions_BT, ring=r) for x, new, r in zip(old, context, rings, strict=True))
+
+        return KVCache(extended(cache.keys, 0), extended(cache.values, 1))
 
     def propose(
         self, params: Any, block_BKD: Float[Array, "B K D"], positions_BK: Int[Array, "B K"], cache: KVCache
@@ -212,7 +245,7 @@ class Drafter:
         """Final hidden states of one block a row in one pass; positions are contiguous and start at the anchor's."""
         rope = rope_tables(self.config.rope, self.config.head_dim, positions_BK[:, None])
         context = list(zip(cache.keys, cache.values, strict=True))
-        hidden, _ = self.model(params).blocks(block_BKD[:, None], context, rope, positions_BK[:, :1], Execution())
+        hidden, _ = self.model(params).blocks(block_BKD[:, None], context, rope, positions_BK[:, :1], Execution(), ring=True)
         return hidden[:, 0]
 
     def forward(
@@ -246,7 +279,8 @@ class Drafter:
                 return params["embed_tokens"][...][tokens].astype(jnp.float32)
 
         anchor = embed(anchor_tokens)[..., None, :]
-        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.asarray(c.mask_token_id, jnp.int32))
+        # One id in an array: XLA moves the row of a lone id from the device that has it, then sends it to all.
+        mask_D = params["mask_embedding"][...] if c.learned_mask_embedding else embed(jnp.asarray([c.mask_token_id], jnp.int32))[0]
         masks = jnp.broadcast_to(mask_D.astype(jnp.float32), (*anchor_tokens.shape, block_size - 1, mask_D.shape[-1]))
         return jnp.concatenate([anchor, masks], axis=-2)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.model_config import RopeConfig
@@ -83,6 +84,8 @@ def matmul(x: Array, kernel_DF: Array, dtype: str, *, transposed: bool = False) 
     if rows == 1 and dtype == "bfloat16":  # XLA's CPU path for one bfloat16 row is several times slower than for two
         x_ND = jnp.concatenate([x_ND, x_ND])
     out_NF = product("nd,fd->nf" if transposed else "nd,df->nf", x_ND, kernel_DF, dtype)[:rows]
+    # Else the TPU compiler lets attention choose the layout of its projections, and for that copies their kernels at every call.
+    out_NF = with_layout_constraint(out_NF, Layout(major_to_minor=(0, 1)))
     return out_NF.reshape(*x.shape[:-1], out_NF.shape[-1])
 
 

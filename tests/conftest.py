@@ -24,6 +24,7 @@ LIGHTLY_COMPILED = {
 
 ORACLES = ("torch", "transformers", "dflash", "speculators", "specforge")
 MISSING_ORACLES = [name for name in ORACLES if importlib.util.find_spec(name) is None]
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,10 +42,11 @@ def light_compilation(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    if MISSING_ORACLES:
-        dropped = [item for item in items if item.get_closest_marker("oracle")]
+    missing = [name for name, lacks in (("oracle", MISSING_ORACLES), ("libtpu", not HAS_LIBTPU)) if lacks]
+    dropped = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
+    if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if not item.get_closest_marker("oracle")]
+        items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -54,3 +56,5 @@ def pytest_terminal_summary(terminalreporter):
         reports = [r for group in ("passed", "failed") for r in terminalreporter.stats.get(group, []) if r.when == "call"]
         line = f"oracle tests run: {sum('oracle' in r.keywords for r in reports)}"
     terminalreporter.write_line(line)
+    if not HAS_LIBTPU:
+        terminalreporter.write_line("TPU compiler test NOT run: libtpu not installed (pip install libtpu, then pytest -m libtpu)")

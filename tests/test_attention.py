@@ -149,6 +149,24 @@ def test_large_scores_stay_finite():
     assert all(np.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.parametrize(("causal", "window"), [(False, 3), (True, 3), (False, 6), (True, 9)])
+def test_the_smallest_ring_equals_the_whole_context(causal, window):
+    """W + K - 1 slots, windows shorter and longer than a block, and up to K - 1 slots past the anchor written last."""
+    anchors = np.array([[0], [1], [7], [12], [29], [33], [34], [35]], np.int32)
+    batch, ring, context = len(anchors), window + K - 1, 40
+    q, context_k, context_v, block_k, block_v = inputs(batch=batch, anchors=1, context=context)
+    rings = [np.full((batch, G, ring, E), 1e4, np.float32) for _ in range(2)]  # what was never written may be anything
+    for b, (anchor,) in enumerate(anchors.tolist()):
+        for position in range(anchor + K if anchor else 0):
+            for held, whole in zip(rings, (context_k, context_v), strict=True):
+                held[b, :, position % ring] = whole[b, :, position]
+    attend = jax.jit(partial(anchored_attention, causal=causal, window=window, dtype="float32", ring=True))
+    got = attend(q, *map(jnp.asarray, rings), block_k, block_v, jnp.asarray(anchors))
+    wanted = loop_anchored_attention(q, context_k, context_v, block_k, block_v, anchors, causal=causal, window=window)
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Cached attention
 

@@ -1,12 +1,14 @@
 """Where cache rows are written, and that what lies past a query is never read."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import CONTEXT, TAPS, VOCAB, dense_target
 
-from dflash_jax.cache import init_cache, write
+from dflash_jax.cache import init_cache, ring_slots, write
 
 pytestmark = pytest.mark.one_cell
 
@@ -18,11 +20,10 @@ def normal(seed, shape):
 
 
 def test_init_cache():
-    cache = init_cache(3, B, C, G, E, "bfloat16")
-    assert (len(cache.keys), len(cache.values), cache.capacity) == (3, 3, C)
-    for layer in (*cache.keys, *cache.values):
-        assert (layer.shape, layer.dtype) == ((B, G, C, E), jnp.bfloat16)
-        assert not layer.any()
+    cache = init_cache((C, 5, C), B, G, E, "bfloat16")
+    for layers in cache:
+        assert [layer.shape for layer in layers] == [(B, G, C, E), (B, G, 5, E), (B, G, C, E)]
+        assert all(layer.dtype == jnp.bfloat16 and not layer.any() for layer in layers)
     ours = {layer.unsafe_buffer_pointer() for layer in (*cache.keys, *cache.values)}
     assert len(ours) == 6, "layers share a buffer: donating one would take another"
 
@@ -45,6 +46,35 @@ def test_write_puts_rows_at_their_positions(positions):
             if 0 <= position < C:
                 wanted[b, :, position] = new[b, t]
     np.testing.assert_array_equal(got, wanted)
+
+
+def counted(start, length, size):
+    """`length` positions from `start`, padded."""
+    return [*range(start, start + length), *[-1] * (size - length)]
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [counted(5, 4, 4), counted(12, 3, 4), counted(0, 0, 4)],  # around the end; row 2 is all padding
+        [counted(9, 18, 18), counted(0, 8, 18), counted(3, 2, 18)],  # more than the ring holds, in rows of unequal lengths
+        [[16, 9, 10, 8, -1, 15, 3, 14, 11], [-1, -5, 7, 0, 8, 1, -7, -8, -(2**31)], counted(20, 9, 9)],  # in any order
+    ],
+)
+def test_a_ring_keeps_the_newest_position_of_every_slot(positions):
+    """Written one by one in the order of positions, the last one stays."""
+    cache, new = normal(0, (B, G, C, E)), normal(1, (B, len(positions[0]), G, E))
+    got = jax.jit(partial(write, ring=True))(cache, new, jnp.asarray(positions, jnp.int32))
+    wanted = np.array(cache)
+    for b in range(B):
+        for position, t in sorted((position, t) for t, position in enumerate(positions[b]) if position >= 0):
+            wanted[b, :, position % C] = new[b, t]
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("window", "block", "slots"), [(1, 2, 16), (1, 16, 16), (2, 16, 32), (2048, 16, 2064)])
+def test_ring_slots(window, block, slots):
+    assert ring_slots(window, block) == slots
 
 
 def test_write_casts_to_the_cache():

@@ -136,7 +136,7 @@ class DenseTarget:
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         c = self.config
-        return init_cache(c.num_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
+        return init_cache((capacity,) * c.num_layers, batch, c.num_kv_heads, c.head_dim, c.dtype)
 
     def extend(
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()

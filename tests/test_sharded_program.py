@@ -1,0 +1,124 @@
+"""The decode loop compiled for several devices: what it sends between them, and that it copies neither caches nor parameters.
+
+Batch 1 on a `tensor` axis of four needs two sums a layer (after attention, after the MLP), the embedding rows of anchor, mask token
+and block, and the best token of each slot, of drafter and target. Nothing is allocated: parameters and state are shapes.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import NamedSharding, P
+from tiny_models import DRAFTER, TARGET
+
+from dflash_jax.config import MeshConfig
+from dflash_jax.decode import decode, prefill
+from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.hf_config import target_config
+from dflash_jax.hf_drafter import config_from_json
+from dflash_jax.sharding import make_mesh, shardings
+from dflash_jax.targets import DenseTarget
+from dflash_jax.targets.dense import abstract_decoder
+
+pytestmark = pytest.mark.one_cell
+FIXTURES = Path(__file__).parent / "fixtures"
+DEVICES = 4
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "collective-broadcast", "reduce-scatter")
+
+
+def compiled_decode(target_config, drafter_config, devices, capacity, platform):
+    """The program, and the bytes of a device's part of all caches. Caches are split by heads, as prefill leaves them."""
+    mesh = make_mesh(MeshConfig(1, 1, len(devices)), devices)
+    everywhere, by_heads = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "tensor"))
+
+    def shape(x, sharding, dtype=None):
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+    def integers(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=everywhere)
+
+    def split(abstract, dtype):
+        params = nnx.state(abstract, nnx.Param)
+        return jax.tree.map(lambda x, sharding: shape(x, sharding, jnp.dtype(dtype)), params, shardings(params, mesh))
+
+    params = split(abstract_decoder(target_config), target_config.dtype)
+    draft_params = split(abstract_drafter(drafter_config), drafter_config.dtype)
+    models = {"target": DenseTarget(target_config, params), "drafter": Drafter(drafter_config, draft_params)}
+    options = models | {"block_size": drafter_config.block_size, "capacity": capacity}
+    prompt = (integers(1, 128), integers(1), integers(1), integers(8))
+    state = jax.eval_shape(lambda *args: prefill(*args, None, **options), params, draft_params, *prompt)
+    state = jax.tree.map(lambda x: shape(x, by_heads if x.ndim == 4 else everywhere), state)
+    traced = decode.trace(params, draft_params, state, integers(), **models)
+    caches = jax.tree.leaves((state.target_cache, state.draft_cache))
+    part = sum(math.prod(by_heads.shard_shape(x.shape)) * x.dtype.itemsize for x in caches)
+    return traced.lower(lowering_platforms=(platform,)).compile(), part
+
+
+def instructions(text, inside=""):
+    """(opcode, [elements of each result]) of all instructions, or of the computation whose first line starts with `inside`."""
+    found, reading = [], not inside
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            reading = not inside or line.startswith(inside)
+        match = re.match(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([a-z-]+)\(", line)
+        if match and reading:
+            sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w\[([\d,]*)\]", match[1])]
+            found.append((match[2].removesuffix("-start"), sizes))
+    return found
+
+
+def check(program, caches, target_config, drafter_config, cache_copies_in_entry):
+    text, memory = program.as_text(), program.memory_analysis()
+    block, width = drafter_config.block_size, target_config.hidden_size
+
+    sent = Counter()
+    for kind, sizes in instructions(text):
+        if kind in KINDS:
+            sent[kind] += len(sizes)
+            assert max(sizes) <= (block * width if kind == "all-reduce" else block * DEVICES), f"{kind} of {sizes}"
+    layers = target_config.num_layers + drafter_config.num_draft_layers
+    assert sent == {"all-reduce": 2 * layers + 3, "all-gather": 4}
+
+    assert memory.alias_size_in_bytes >= caches
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2048, "an output has a buffer of its own"
+
+    (body,) = re.findall(r" while\(.*body=(%[\w.-]+)", text[text.index("\nENTRY") :])
+    one_cache = caches // 2 // layers // jnp.dtype(target_config.dtype).itemsize
+    copies = {
+        where: [s for op, (s, *_) in instructions(text, where) if op == "copy" and s > block * width] for where in (body, "ENTRY")
+    }
+    assert copies == {body: [], "ENTRY": [one_cache] * cache_copies_in_entry}
+
+
+def test_on_four_cpu_devices():
+    sizes = {"vocab_size": 64, "num_heads": 8, "num_kv_heads": 4}
+    target = dataclasses.replace(TARGET, num_layers=3, **sizes)
+    drafter = dataclasses.replace(DRAFTER, num_target_layers=3, **sizes)
+    program, caches = compiled_decode(target, drafter, jax.devices()[:DEVICES], 256, "cpu")
+    check(program, caches, target, drafter, 0)
+
+
+@pytest.mark.libtpu
+def test_qwen3_4b_on_four_tpus(monkeypatch):
+    """v5e, with libtpu's compiler; no TPU is needed. Several minutes on two cores.
+
+    Around the loop, once a call, it lays every cache out anew: positions outermost, which its updates want.
+    """
+    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    target = target_config(FIXTURES / "Qwen3-4B", "bfloat16")
+    values = json.loads((FIXTURES / "Qwen3-4B-DFlash-b16" / "config.json").read_text(encoding="utf-8"))
+    drafter = dataclasses.replace(config_from_json(values, "config.json", target), dtype="bfloat16")
+    program, caches = compiled_decode(target, drafter, devices, 2304, "tpu")
+    check(program, caches, target, drafter, 4 * (target.num_layers + drafter.num_draft_layers))
