@@ -21,7 +21,7 @@ LAYERS = [
     ["errors", "topics", "exercises"],
     ["model_config", "lock"],
     ["config"],
-    ["layers", "cache", "sampling", "sharding"],
+    ["layers", "cache", "sampling", "sharding", "audit"],
     ["attention", "blocks"],
     ["targets", "drafter"],
     ["loss", "verify", "tokenizer", "hf_fields", "hf_weights", "prompts", "cli"],
