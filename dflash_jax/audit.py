@@ -53,9 +53,15 @@ class Audit(NamedTuple):
 def begin(batch: int, block_size: int, vocab: int) -> AuditState:
     """Nothing seen yet."""
     drafted = (batch, block_size - 1)
-    floats = [jnp.zeros(shape, jnp.float32) for shape in (drafted, drafted, (batch,), (batch,))]
-    counts = [jnp.zeros((batch,), jnp.int32) for _ in range(2)]
-    return AuditState(jnp.zeros((*drafted, vocab), jnp.float32), counts[0], *floats, counts[1])
+    return AuditState(
+        f_BJV=jnp.zeros((*drafted, vocab), jnp.float32),
+        covered_B=jnp.zeros((batch,), jnp.int32),
+        score_BJ=jnp.zeros(drafted, jnp.float32),
+        variance_BJ=jnp.zeros(drafted, jnp.float32),
+        sum_B=jnp.zeros((batch,), jnp.float32),
+        variance_B=jnp.zeros((batch,), jnp.float32),
+        tokens_B=jnp.zeros((batch,), jnp.int32),
+    )
 
 
 def observe(

@@ -110,7 +110,7 @@ def generate(
     An answer that reaches the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
     """
     sampling = sampling_rows(len(prompts), temperature, top_k, top_p, min_p, seed)
-    warmest = float(sampling.temperature_B.max(initial=0))
+    warmest = max(np.asarray(sampling.temperature_B).tolist(), default=0.0)
     options = DecodeConfig(max_new_tokens, warmest, block_size=block_size, verify=verify, audit=audit)
     rule = rule_of(options)
     state, lengths = start(target, drafter, prompts, options, stop_token_ids, sampling)
@@ -186,7 +186,7 @@ def start(
     if sampling is None:
         own = (options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
         sampling = sampling_rows(len(prompts), *own)
-    sampled = bool((sampling.temperature_B > 0).any())
+    sampled = bool(np.any(np.asarray(sampling.temperature_B) > 0))
     own_B = [*range(len(prompts)), *[0] * (batch - len(prompts))]
     state = prefill(
         target.params,
@@ -195,7 +195,7 @@ def start(
         jnp.asarray(lengths_B),
         jnp.asarray(end_B),
         jnp.asarray(stops_S),
-        Sampling(*(jnp.asarray(column[own_B]) for column in sampling)) if sampled else None,
+        Sampling(*(jnp.asarray(np.asarray(column)[own_B]) for column in sampling)) if sampled else None,
         target=target,
         drafter=drafter,
         block_size=block_size,

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from dflash_jax.config import DecodeConfig
@@ -150,7 +149,7 @@ def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, 
         while waiting and (state is None or len(free) >= refill):
             chosen = [waiting.pop() for _ in range(min(len(waiting), batch_size if state is None else refill))]
             own = sampling_rows(len(chosen), config.temperature, config.top_k, config.top_p, config.min_p)
-            own = own._replace(seed_B=np.asarray([c.seed(config.seed) for c in chosen], np.uint32))
+            own = own._replace(seed_B=jnp.asarray([c.seed(config.seed) for c in chosen], jnp.uint32))
             fresh, _ = start(target, None, [c.tokens for c in chosen], config, sampling=own)
             spare = fresh.done_B.shape[0] - len(chosen)
             if state is None:

@@ -43,10 +43,10 @@ class _Limits(NamedTuple):
 
 WHOLE, REAL = (int, np.integer), (int, np.integer, float, np.floating)
 LIMITS = {
-    "temperature": _Limits(REAL, lambda x: x == 0 or 1e-6 <= np.float32(x) < np.inf, "give 0 (greedy) or at least 0.000001"),
+    "temperature": _Limits(REAL, lambda x: x == 0 or 1e-6 <= x < 1e6, "give 0 (greedy) or 0.000001 to 1000000"),
     "top_k": _Limits(WHOLE, lambda x: 0 <= x < 2**31, "give a whole number, 0 (off) or more"),
-    "top_p": _Limits(REAL, lambda x: 0 < np.float32(x) <= 1, "give a share in (0, 1]"),
-    "min_p": _Limits(REAL, lambda x: 0 <= np.float32(x) < 1, "give a share in [0, 1)"),
+    "top_p": _Limits(REAL, lambda x: 0 < float(np.float32(x)) <= 1, "give a share in (0, 1]"),
+    "min_p": _Limits(REAL, lambda x: 0 <= float(np.float32(x)) < 1, "give a share in [0, 1)"),
     "seed": _Limits(WHOLE, lambda x: 0 <= x < 2**31, "give a whole number from 0 to 2147483647"),
 }
 
@@ -56,13 +56,13 @@ def sampling_rows(
 ) -> Sampling:
     """Each parameter is one number for all rows or a list of one a row; with a single seed, row r draws with seed + r.
 
-    Arrays [rows] on the host. Raises `ConfigError` that names the parameter, the value and its row.
+    Raises `ConfigError` that names the parameter, the value and its row.
     """
     given = (temperature, top_k, top_p, min_p, seed)
     each = [_each_row(name, value, rows) for name, value in zip(LIMITS, given, strict=True)]
     kinds = (np.float32, np.int32, np.float32, np.float32, np.uint32)
-    sampling = Sampling(*(np.asarray(column, kind) for column, kind in zip(each, kinds, strict=True)))
-    return sampling if np.ndim(seed) else sampling._replace(seed_B=sampling.seed_B + np.arange(rows, dtype=np.uint32))
+    sampling = Sampling(*(jnp.asarray(np.asarray(column, kind)) for column, kind in zip(each, kinds, strict=True)))
+    return sampling if np.ndim(seed) else sampling._replace(seed_B=sampling.seed_B + jnp.arange(rows, dtype=jnp.uint32))
 
 
 def _each_row(name: str, value: Any, rows: int) -> list[Any]:
@@ -160,10 +160,16 @@ def draw_with_law(
 
 def _drawn(processed_BKV: Array, positions_BK: Array, sampling: Sampling, purpose: int, round_B: Array | None) -> Array:
     """Gumbel-max; the argmax in rows at temperature 0, whose logits were only cut below it."""
-    vocab = processed_BKV.shape[-1]
-    noise_BKV = _each_key(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), positions_BK, sampling, purpose, round_B)
+    noise_BKV = gumbel(processed_BKV.shape[-1], positions_BK, sampling, purpose, round_B)
     noise_BKV = jnp.where(sampling.temperature_B[:, None, None] > 0, noise_BKV, 0)
     return jnp.argmax(processed_BKV + noise_BKV, axis=-1).astype(jnp.int32)
+
+
+def gumbel(
+    vocab: int, positions_BK: Int[Array, "B K"], sampling: Sampling, purpose: int, round_B: Int[Array, " B"] | None = None
+) -> Float[Array, "B K V"]:
+    """The noise of `draw`: the token is the argmax of processed logits plus this."""
+    return _each_key(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), positions_BK, sampling, purpose, round_B)
 
 
 def any_sampled(sampling: Sampling) -> Bool[Array, ""]:

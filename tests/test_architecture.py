@@ -29,7 +29,7 @@ LAYERS = [
     ["gguf", "decode", "conversations", "optim"],
     ["hf_drafter"],
     ["hf_parts"],
-    ["hf", "data", "generate", "train_step", "metrics"],
+    ["hf", "data", "generate", "divergence", "train_step", "metrics"],
     ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring"],
     ["first_drafter", "findings"],
     ["trainer", "doctor"],
