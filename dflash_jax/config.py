@@ -190,10 +190,13 @@ class DecodeConfig:
     seed: int = 0
     """of the samples; row r of a batch draws with seed + r"""
     block_size: int | None = None
-    """slots a block while decoding, at most the trained size; None takes the trained size"""
+    """slots a block while decoding, at most the trained size; None takes the trained size. Without a drafter: the width of every
+    pass, for the very text of speculative decoding in bfloat16; None is 1, the fastest"""
     verify: Rule | None = None
     """with a temperature: match gives plain decoding's very text for a seed; rejection and block give another text of the same law
     in fewer passes. None: match"""
+    audit: bool = False
+    """check while sampling that the text follows the target's law: a z statistic, beyond 4 it does not"""
 
 
 @dataclass(frozen=True)

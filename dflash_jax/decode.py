@@ -12,9 +12,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.audit import AuditState, count, observe
 from dflash_jax.config import Rule
 from dflash_jax.drafter import Drafter
-from dflash_jax.sampling import ACCEPT_DRAW, DRAFT_DRAW, REDRAW, TARGET_DRAW, Sampling, draw, probabilities, uniforms
+from dflash_jax.sampling import (
+    ACCEPT_DRAW,
+    DRAFT_DRAW,
+    REDRAW,
+    TARGET_DRAW,
+    Sampling,
+    any_sampled,
+    draw,
+    draw_with_law,
+    law,
+    uniforms,
+)
 from dflash_jax.targets import Target
 from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
 
@@ -40,6 +52,8 @@ class DecodeState(NamedTuple):
     """verify passes a row took part in"""
     accepted_BK: Array
     """how many rounds of a row emitted k drafted tokens, k = 0..K-1"""
+    audit: AuditState | None = None
+    """None: no audit, and nothing of it in the program"""
 
 
 def prefill_lengths(prompt_lengths: list[int], max_new_tokens: int, block_size: int) -> tuple[int, int]:
@@ -104,8 +118,8 @@ def draft(
 ) -> tuple[Int[Array, "B J"], Float[Array, "B J V"] | None]:
     """One parallel pass of the drafter: tokens for slots 1..K-1 after each row's anchor, and the law they were drawn from.
 
-    `match` needs no law (None) and drafts the likeliest tokens, unless the drafter has a temperature. The other rules draw as the
-    row samples, at the drafter's temperature if it has one.
+    `match` needs no law (None, unless an audit asks for it) and drafts the likeliest tokens, unless the drafter has a temperature.
+    The other rules draw as the row samples, at the drafter's temperature if it has one.
     """
     anchors_B = state.length_B - 1
     anchor_tokens_B = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)[:, 0]
@@ -118,15 +132,18 @@ def draft(
         own = state.sampling
         if temperature > 0:
             own = own._replace(temperature_B=jnp.where(own.temperature_B > 0, temperature, 0.0))
-        chosen_BJ = draw(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)
-        return drafter.token_ids(chosen_BJ), drafter.over_vocabulary(probabilities(logits_BJV, own))
+        chosen_BJ, q_BJV = draw_with_law(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)
+        return drafter.token_ids(chosen_BJ), drafter.over_vocabulary(q_BJV)
     if temperature == 0:
         return drafter.token_ids(draw(logits_BJV, positions_BJ, None, DRAFT_DRAW)), None
     batch = state.length_B.shape[0]
     seeds_B = state.sampling.seed_B if state.sampling is not None else jnp.arange(batch, dtype=jnp.uint32)
     off_B = jnp.zeros((batch,), jnp.float32)
     own = Sampling(off_B + temperature, jnp.zeros((batch,), jnp.int32), off_B + 1, off_B, seeds_B)
-    return drafter.token_ids(draw(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)), None
+    if state.audit is None:
+        return drafter.token_ids(draw(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)), None
+    chosen_BJ, q_BJV = draw_with_law(logits_BJV, positions_BJ, own, DRAFT_DRAW, anchors_B)
+    return drafter.token_ids(chosen_BJ), drafter.over_vocabulary(q_BJV)
 
 
 def verify(
@@ -142,21 +159,34 @@ def verify(
     """One pass of the target over [anchor, drafts]: what to commit, how many of it, and grown caches.
 
     `match`: the target's own keyed draw must equal the draft, so the text is that of plain decoding, token for token. `rejection`
-    and `block` judge by the law the drafts were drawn from (`q_BJV`): the text is another sample of the same law.
+    and `block` judge by the law the drafts were drawn from (`q_BJV`): the text is another sample of the same law. Without a drafter
+    the slots after the anchor hold any token, and none of them stands: plain decoding in passes of the state's width.
     """
     anchors_B = state.length_B - 1
     anchor_tokens_B1 = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)
     block_BK = jnp.concatenate([anchor_tokens_B1, draft_BJ], axis=1)
+    judged = block_BK.shape[1]
+    block_BK = jnp.pad(block_BK, ((0, 0), (0, state.accepted_BK.shape[1] - judged)))
     positions_BK = anchors_B[:, None] + jnp.arange(block_BK.shape[1], dtype=jnp.int32)[None]
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     hidden_BKD, taps_BKM, target_cache = target.extend(params, block_BK, positions_BK, state.target_cache, taps)
-    logits_BKV = target.unembed(params, hidden_BKD)
+    logits_BKV = target.unembed(params, hidden_BKD)[:, :judged]
     if drafter is not None:  # rejected slots are written too: the next block cannot see them and the next verify pass rewrites them
         state = state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
-    if q_BJV is None or state.sampling is None:
-        verified = verify_block(draft_BJ, draw(logits_BKV, positions_BK + 1, state.sampling, TARGET_DRAW))
+    sampling = state.sampling
+    if rule == "match" or q_BJV is None or sampling is None:
+        drawn_BK = draw(logits_BKV, positions_BK[:, :judged] + 1, sampling, TARGET_DRAW)
+        verified = verify_block(draft_BJ, drawn_BK)
     else:
-        verified = _verify_by_law(draft_BJ, q_BJV, probabilities(logits_BKV, state.sampling), anchors_B, state.sampling, rule)
+        verified = jax.lax.cond(
+            any_sampled(sampling),
+            lambda x_BKV: _verify_by_law(draft_BJ, q_BJV, law(x_BKV, sampling), anchors_B, sampling, rule),
+            lambda x_BKV: verify_block(draft_BJ, draw(x_BKV, positions_BK + 1, None, TARGET_DRAW)),
+            logits_BKV,
+        )
+    if state.audit is not None and sampling is not None:
+        audit = observe(state.audit, draft_BJ, q_BJV, law(logits_BKV, sampling), verified.tokens_BK)
+        state = state._replace(audit=audit)
     return state._replace(target_cache=target_cache), verified.tokens_BK, verified.tau_B
 
 
@@ -198,6 +228,8 @@ def _round(
     live_B = ~state.done_B
     state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, q_BJV, target, drafter, rule)
     state, emitted_B = commit(state, tokens_BK, tau_B)
+    if state.audit is not None:
+        state = state._replace(audit=count(state.audit, emitted_B))
     # The bonus token is not a drafted one; a cut run may end inside its accepted prefix.
     accepted_B = jnp.minimum(tau_B - 1, emitted_B)
     hit_BK = live_B[:, None] & (jnp.arange(block_size, dtype=jnp.int32)[None] == accepted_B[:, None])

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.audit import Audit, begin, result
 from dflash_jax.config import DecodeConfig, Rule
 from dflash_jax.decode import DecodeState, decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
-from dflash_jax.sampling import sampling_rows
+from dflash_jax.sampling import PerRow, Sampling, sampling_rows
 from dflash_jax.targets import Target
 
 STREAM_ROUNDS = 4
@@ -53,6 +54,8 @@ class GenerationStats:
 
     rows: list[AcceptanceStats]
     pooled: AcceptanceStats
+    audit: Audit | None = None
+    """of a run with `audit`"""
 
     @property
     def acceptance_length(self) -> float:
@@ -81,29 +84,39 @@ def generate(
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
+    temperature: PerRow = 0.0,
+    top_k: PerRow = 0,
+    top_p: PerRow = 1.0,
+    min_p: PerRow = 0.0,
+    seed: PerRow = 0,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | None = None,
     verify: Rule | None = None,
+    audit: bool = False,
 ) -> Generation:
     """Decode a batch of prompts (lists of token ids). The tokens are the target's own whatever the drafter is.
 
-    `drafter` None decodes plainly. `stop_token_ids` None takes the target's. `block_size` up to the trained one; None takes that.
+    `temperature`, `top_k`, `top_p`, `min_p` and `seed` are one number, or one a prompt (a list or an array): greedy and sampled
+    rows mix, and a row's text does not depend on the others. With one `seed`, row r draws with `seed + r`.
+
+    `drafter` None decodes plainly; then `block_size` K makes every pass K slots wide, of which only the first counts: slow, but
+    in bfloat16 too the very text of speculative decoding with that block size and batch. Else `block_size` goes up to the trained
+    one; None takes that. `stop_token_ids` None takes the target's.
+
     `verify`: "match" (the default), the target's own draw must equal the draft, so that the text is plain decoding's token for
-    token; "rejection" or "block", drafts are drawn too and judged by both laws: another sample of the same law. Row r draws with
-    `seed + r`. An answer that reaches the target's context length ends with "length". Raises `PromptError` or
-    `ConfigError` for unusable input.
+    token; "rejection" or "block", drafts are drawn too and judged by both laws: another sample of the same law. `audit` checks
+    while it runs that sampled tokens follow the target's law (`stats.audit`): |z| > 4 says that they do not.
+
+    An answer that reaches the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
     """
-    options = DecodeConfig(max_new_tokens, temperature, top_k, top_p, min_p, seed, block_size, verify)
+    sampling = sampling_rows(len(prompts), temperature, top_k, top_p, min_p, seed)
+    warmest = max(np.asarray(sampling.temperature_B).tolist(), default=0.0)
+    options = DecodeConfig(max_new_tokens, warmest, block_size=block_size, verify=verify, audit=audit)
     rule = rule_of(options)
-    state, lengths = start(target, drafter, prompts, options, stop_token_ids)
+    state, lengths = start(target, drafter, prompts, options, stop_token_ids, sampling)
     draft_params = drafter.params if drafter is not None else ()
     state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter, rule=rule)
-    return finish(state, lengths)
+    return finish(state, lengths, audit)
 
 
 def stream(
@@ -127,7 +140,7 @@ def stream(
             break
         sent = length
         state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule)
-    yield finish(state, lengths)
+    yield finish(state, lengths, options.audit)
 
 
 def rule_of(options: DecodeConfig) -> Rule:
@@ -143,13 +156,13 @@ def start(
     prompts: Sequence[Sequence[int]],
     options: DecodeConfig,
     stop_token_ids: Sequence[int] | None = None,
-    seeds: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
 ) -> tuple[DecodeState, list[int]]:
     """Check the input of `generate` and prefill: the state after the first token, and the prompt lengths.
 
-    `seeds`: each prompt's own, instead of `options.seed` + row.
+    `sampling`: the parameters of each prompt's row, instead of those of `options`.
     """
-    max_new_tokens, temperature = options.max_new_tokens, options.temperature
+    max_new_tokens = options.max_new_tokens
     for name, number in (("max_new_tokens", max_new_tokens), ("block_size", options.block_size or 0)):
         if not isinstance(number, (int, np.integer)):
             raise ConfigError(f"{name} is {number!r}: give a whole number")
@@ -170,9 +183,11 @@ def start(
         lengths_B[row], end_B[row] = length, min(length + max_new_tokens, target.config.max_position)
     stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
     stops_S = np.asarray(stops + [-1] * (-len(stops) % 8 or (0 if stops else 8)), np.int32)
-    sampled = sampling_rows(batch, temperature, options.top_k, options.top_p, options.min_p, options.seed)
-    if seeds is not None:
-        sampled = sampled._replace(seed_B=jnp.asarray([*seeds, *[0] * (batch - len(prompts))], jnp.uint32))
+    if sampling is None:
+        own = (options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
+        sampling = sampling_rows(len(prompts), *own)
+    sampled = bool(np.any(np.asarray(sampling.temperature_B) > 0))
+    own_B = [*range(len(prompts)), *[0] * (batch - len(prompts))]
     state = prefill(
         target.params,
         drafter.params if drafter is not None else (),
@@ -180,16 +195,18 @@ def start(
         jnp.asarray(lengths_B),
         jnp.asarray(end_B),
         jnp.asarray(stops_S),
-        sampled if temperature > 0 else None,
+        Sampling(*(jnp.asarray(np.asarray(column)[own_B]) for column in sampling)) if sampled else None,
         target=target,
         drafter=drafter,
         block_size=block_size,
         capacity=capacity,
     )
+    if options.audit and sampled and drafter is not None:
+        state = state._replace(audit=begin(batch, block_size, target.config.vocab_size))
     return state, lengths
 
 
-def finish(state: DecodeState, prompt_lengths: list[int]) -> Generation:
+def finish(state: DecodeState, prompt_lengths: list[int], audit: bool = False) -> Generation:
     """Read a finished state back from the device."""
     tokens_BL, length_B, stops_S, rounds_B, accepted_BK = jax.device_get(
         (state.tokens_BL, state.length_B, state.stops_S, state.rounds_B, state.accepted_BK)
@@ -205,7 +222,8 @@ def finish(state: DecodeState, prompt_lengths: list[int]) -> Generation:
         rounds, histogram = int(rounds_B[row]), accepted_BK[row]
         accepted = int((histogram * slots_K).sum())
         rows.append(AcceptanceStats(rounds, rounds * (len(slots_K) - 1), accepted, len(new) - 1, tuple(int(x) for x in histogram)))
-    return Generation(tokens, reasons, GenerationStats(rows, pool(rows)))
+    audited = result(state.audit, state.sampling.temperature_B if state.sampling is not None else None) if audit else None
+    return Generation(tokens, reasons, GenerationStats(rows, pool(rows), audited))
 
 
 def pool(rows: Sequence[AcceptanceStats]) -> AcceptanceStats:
@@ -225,7 +243,10 @@ def pool(rows: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 def _check_block_size(target: Target, drafter: Drafter | None, block_size: int | None) -> int:
     if drafter is None:
-        return 1
+        width, longest = 1 if block_size is None else block_size, target.config.max_position
+        if not 1 <= width <= longest:
+            raise ConfigError(f"block_size is {width}: without a drafter it is the width of a pass, 1..{longest} slots")
+        return width
     trained = drafter.config.block_size
     size = trained if block_size is None else block_size
     if not 2 <= size <= trained:

@@ -1,6 +1,7 @@
 """Training text: the target answers prompts (paper, section 4: drafters learn from the target's own answers)."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from dflash_jax.errors import ConfigError, DataError, PromptError, named
 from dflash_jax.generate import start
 from dflash_jax.lock import only_process
 from dflash_jax.prompts import Prompt
+from dflash_jax.sampling import sampling_rows
 from dflash_jax.targets import Target
 
 _LINE_START = b'{"id": '
@@ -42,6 +44,7 @@ def regenerate(
     target's context are counted and reported. Returns how many lines were written.
     """
     out = Path(out)
+    config = dataclasses.replace(config, block_size=None)  # no drafter: a wide pass would only cost
     twice = next((name for name, count in Counter(prompt["id"] for prompt in prompts).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"two prompts are called {twice}: give each its own id, or a finished one could hide the other")
@@ -145,7 +148,9 @@ def _answer(target: Target, waiting: list[_Conversation], config: DecodeConfig, 
         free = [place for place, row in enumerate(rows) if row is None]
         while waiting and (state is None or len(free) >= refill):
             chosen = [waiting.pop() for _ in range(min(len(waiting), batch_size if state is None else refill))]
-            fresh, _ = start(target, None, [c.tokens for c in chosen], config, seeds=[c.seed(config.seed) for c in chosen])
+            own = sampling_rows(len(chosen), config.temperature, config.top_k, config.top_p, config.min_p)
+            own = own._replace(seed_B=jnp.asarray([c.seed(config.seed) for c in chosen], jnp.uint32))
+            fresh, _ = start(target, None, [c.tokens for c in chosen], config, sampling=own)
             spare = fresh.done_B.shape[0] - len(chosen)
             if state is None:
                 state, rows = fresh, [*chosen, *[None] * spare]

@@ -4,11 +4,13 @@ Randomness is keyed by (seed of the row, absolute position, purpose): the token 
 pass verifies, which makes sampled speculative output equal plain sampling token for token.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.errors import ConfigError
 
@@ -26,33 +28,64 @@ class Sampling(NamedTuple):
     seed_B: Array
 
 
-def sampling_rows(batch: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> Sampling:
-    """The same parameters for every row; row r draws with seed + r. Raises `ConfigError` for values out of range."""
-    if not temperature >= 0:
-        raise ConfigError(f"temperature is {temperature}: give 0 (greedy) or more")
-    if top_k < 0:
-        raise ConfigError(f"top_k is {top_k}: give 0 (off) or more")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p is {top_p}: give a share in (0, 1]")
-    if not 0 <= min_p < 1:
-        raise ConfigError(f"min_p is {min_p}: give a share in [0, 1)")
-    if not 0 <= seed < 2**31:
-        raise ConfigError(f"seed is {seed}: give a whole number from 0 to 2147483647")
-    return Sampling(
-        jnp.full((batch,), temperature, jnp.float32),
-        jnp.full((batch,), top_k, jnp.int32),
-        jnp.full((batch,), top_p, jnp.float32),
-        jnp.full((batch,), min_p, jnp.float32),
-        jnp.uint32(seed) + jnp.arange(batch, dtype=jnp.uint32),
-    )
+PerRow = float | int | Sequence[float] | Sequence[int] | np.ndarray | Array
+"""one number for every row, or a number for each"""
+
+
+class _Limits(NamedTuple):
+    """What a sampling parameter may be."""
+
+    types: tuple[type, ...]
+    hold: Callable[[Any], bool]
+    """judges the number as the device will see it"""
+    mend: str
+
+
+WHOLE, REAL = (int, np.integer), (int, np.integer, float, np.floating)
+LIMITS = {
+    "temperature": _Limits(REAL, lambda x: x == 0 or 1e-6 <= x < 1e6, "give 0 (greedy) or 0.000001 to 1000000"),
+    "top_k": _Limits(WHOLE, lambda x: 0 <= x < 2**31, "give a whole number, 0 (off) or more"),
+    "top_p": _Limits(REAL, lambda x: 0 < float(np.float32(x)) <= 1, "give a share in (0, 1]"),
+    "min_p": _Limits(REAL, lambda x: 0 <= float(np.float32(x)) < 1, "give a share in [0, 1)"),
+    "seed": _Limits(WHOLE, lambda x: 0 <= x < 2**31, "give a whole number from 0 to 2147483647"),
+}
+
+
+def sampling_rows(
+    rows: int, temperature: PerRow = 0.0, top_k: PerRow = 0, top_p: PerRow = 1.0, min_p: PerRow = 0.0, seed: PerRow = 0
+) -> Sampling:
+    """Each parameter is one number for all rows or a list of one a row; with a single seed, row r draws with seed + r.
+
+    Raises `ConfigError` that names the parameter, the value and its row.
+    """
+    given = (temperature, top_k, top_p, min_p, seed)
+    each = [_each_row(name, value, rows) for name, value in zip(LIMITS, given, strict=True)]
+    kinds = (np.float32, np.int32, np.float32, np.float32, np.uint32)
+    sampling = Sampling(*(jnp.asarray(np.asarray(column, kind)) for column, kind in zip(each, kinds, strict=True)))
+    return sampling if np.ndim(seed) else sampling._replace(seed_B=sampling.seed_B + jnp.arange(rows, dtype=jnp.uint32))
+
+
+def _each_row(name: str, value: Any, rows: int) -> list[Any]:
+    """A parameter's value in each row, checked."""
+    value = np.asarray(value).tolist() if isinstance(value, (np.ndarray, jax.Array)) else value
+    listed = isinstance(value, (list, tuple, range))
+    each = list(value) if listed else [value]
+    if listed and len(each) != rows:
+        raise ConfigError(f"{name} has {len(each)} values for {rows} rows: give one number, or one a prompt")
+    types, hold, mend = LIMITS[name]
+    for row, number in enumerate(each):
+        if not isinstance(number, types) or isinstance(number, bool) or not hold(number):
+            raise ConfigError(f"{name} is {number!r}{f' in row {row}' if listed else ''}: {mend}")
+    return each if listed else each * rows
 
 
 def process_logits(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Float[Array, "B K V"]:
     """Temperature, then top-k, top-p and min-p; what they cut becomes -inf. Rows at temperature 0 keep their scale."""
     temperature_B11 = sampling.temperature_B[:, None, None]
     logits_BKV = logits_BKV / jnp.where(temperature_B11 > 0, temperature_B11, 1.0)
-    cuts = ((sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)).any()
+    cuts_B = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
     # Sorting a vocabulary costs more than the rest of a round on some machines, and most callers cut nothing.
+    cuts = (cuts_B & (sampling.temperature_B > 0)).any()
     return jax.lax.cond(cuts, _cut, lambda logits_BKV, _: logits_BKV, logits_BKV, sampling)
 
 
@@ -73,11 +106,14 @@ def _cut(logits_BKV: Array, sampling: Sampling) -> Array:
     return jnp.where(logits_BKV >= floor_BK1, logits_BKV, -jnp.inf)
 
 
-def probabilities(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Float[Array, "B K V"]:
+def law(logits_BKV: Float[Array, "B K V"], sampling: Sampling) -> Float[Array, "B K V"]:
     """The law that `draw` draws from; one-hot in rows at temperature 0."""
-    greedy_BKV = jax.nn.one_hot(jnp.argmax(logits_BKV, axis=-1), logits_BKV.shape[-1], dtype=jnp.float32)
-    law_BKV = jax.nn.softmax(process_logits(logits_BKV, sampling), axis=-1)
-    return jnp.where(sampling.temperature_B[:, None, None] > 0, law_BKV, greedy_BKV)
+    return _law(process_logits(logits_BKV, sampling), sampling)
+
+
+def _law(processed_BKV: Array, sampling: Sampling) -> Array:
+    greedy_BKV = jax.nn.one_hot(jnp.argmax(processed_BKV, axis=-1), processed_BKV.shape[-1], dtype=jnp.float32)
+    return jnp.where(sampling.temperature_B[:, None, None] > 0, jax.nn.softmax(processed_BKV, axis=-1), greedy_BKV)
 
 
 def draw(
@@ -87,17 +123,58 @@ def draw(
     purpose: int,
     round_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B K"]:
-    """The token at each absolute position; `sampling` None takes the argmax of every row without touching random keys.
+    """The token at each absolute position; `sampling` None takes the argmax of every row.
 
-    `round_B`, the anchor's position, makes the draws of a position in two rounds independent of each other.
+    Random numbers are made, and logits processed, only if a row has a temperature. `round_B`, the anchor's position, makes the
+    draws of a position in two rounds independent of each other.
     """
     greedy_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
     if sampling is None:
         return greedy_BK
-    vocab = logits_BKV.shape[-1]
-    noise_BKV = _each_key(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), positions_BK, sampling, purpose, round_B)
-    sampled_BK = jnp.argmax(process_logits(logits_BKV, sampling) + noise_BKV, axis=-1).astype(jnp.int32)
-    return jnp.where(sampling.temperature_B[:, None] > 0, sampled_BK, greedy_BK)
+
+    def sampled(logits_BKV: Array) -> Array:
+        return _drawn(process_logits(logits_BKV, sampling), positions_BK, sampling, purpose, round_B)
+
+    return jax.lax.cond(any_sampled(sampling), sampled, lambda _: greedy_BK, logits_BKV)
+
+
+def draw_with_law(
+    logits_BKV: Float[Array, "B K V"],
+    positions_BK: Int[Array, "B K"],
+    sampling: Sampling,
+    purpose: int,
+    round_B: Int[Array, " B"],
+) -> tuple[Int[Array, "B K"], Float[Array, "B K V"]]:
+    """`draw`, and the `law` of the drawn tokens, from logits that are processed once."""
+
+    def sampled(logits_BKV: Array) -> tuple[Array, Array]:
+        processed_BKV = process_logits(logits_BKV, sampling)
+        return _drawn(processed_BKV, positions_BK, sampling, purpose, round_B), _law(processed_BKV, sampling)
+
+    def greedy(logits_BKV: Array) -> tuple[Array, Array]:
+        tokens_BK = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
+        return tokens_BK, jax.nn.one_hot(tokens_BK, logits_BKV.shape[-1], dtype=jnp.float32)
+
+    return jax.lax.cond(any_sampled(sampling), sampled, greedy, logits_BKV)
+
+
+def _drawn(processed_BKV: Array, positions_BK: Array, sampling: Sampling, purpose: int, round_B: Array | None) -> Array:
+    """Gumbel-max; the argmax in rows at temperature 0, whose logits were only cut below it."""
+    noise_BKV = gumbel(processed_BKV.shape[-1], positions_BK, sampling, purpose, round_B)
+    noise_BKV = jnp.where(sampling.temperature_B[:, None, None] > 0, noise_BKV, 0)
+    return jnp.argmax(processed_BKV + noise_BKV, axis=-1).astype(jnp.int32)
+
+
+def gumbel(
+    vocab: int, positions_BK: Int[Array, "B K"], sampling: Sampling, purpose: int, round_B: Int[Array, " B"] | None = None
+) -> Float[Array, "B K V"]:
+    """The noise of `draw`: the token is the argmax of processed logits plus this."""
+    return _each_key(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32), positions_BK, sampling, purpose, round_B)
+
+
+def any_sampled(sampling: Sampling) -> Bool[Array, ""]:
+    """Whether a row has a temperature."""
+    return (sampling.temperature_B > 0).any()
 
 
 def uniforms(positions_BK: Int[Array, "B K"], sampling: Sampling, purpose: int, round_B: Int[Array, " B"]) -> Float[Array, "B K"]:

@@ -306,18 +306,22 @@ def top_p_before_temperature(logits_BKV, sampling, right=sampling_module.process
     return cut_BKV / sampling.temperature_B[:, None, None]
 
 
+def another_law(x_BJV, positions_BJ, sampling, purpose, round_B):
+    colder = sampling._replace(temperature_B=0.7 * sampling.temperature_B)
+    tokens_BJ, _ = sampling_module.draw_with_law(x_BJV, positions_BJ, sampling, purpose, round_B)
+    return tokens_BJ, sampling_module.law(x_BJV, colder)
+
+
 MUTANTS = {
     "one key for drafts and redraws": (
         "rejection", decode_module, "uniforms", lambda p, s, purpose, r: sampling_module.uniforms(p, s, 1, r)
     ),
     "the same noise when a position is drafted again": (
-        "block", decode_module, "draw", lambda x, p, s, purpose, r=None: sampling_module.draw(x, p, s, purpose)
+        "block", decode_module, "draw_with_law",
+        lambda x, p, s, purpose, r: sampling_module.draw_with_law(x, p, s, purpose, jnp.zeros_like(r)),
     ),
     "top-p before temperature": ("rejection", sampling_module, "process_logits", top_p_before_temperature),
-    "drafts of another law than they are judged by": (
-        "rejection", decode_module, "probabilities",
-        lambda x, s: sampling_module.probabilities(x, s._replace(temperature_B=0.7 * s.temperature_B)),
-    ),
+    "drafts of another law than they are judged by": ("rejection", decode_module, "draw_with_law", another_law),
 }  # fmt: skip
 
 
