@@ -196,6 +196,10 @@ class Drafter:
         c = self.config
         return init_cache(c.num_draft_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
 
+    def context_reach(self) -> int | None:
+        """How many of the newest context positions the cache keeps; None: all of them."""
+        return None
+
     def extend_context(
         self, params: Any, taps_BTM: Float[Array, "B T M"], positions_BT: Int[Array, "B T"], cache: KVCache
     ) -> KVCache:
