@@ -7,7 +7,8 @@ its neighbours, its slot or the time. Prompts that begin like an earlier text ta
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -23,35 +24,10 @@ from dflash_jax.generate import STOP_SLOTS, AcceptanceStats, check_block_size, c
 from dflash_jax.request import Request
 from dflash_jax.rows import Chunk, Report, empty_state, freeze, prefill_chunk, report
 from dflash_jax.sampling import sampling_rows
+from dflash_jax.slots import Slot
 from dflash_jax.targets import Target
 
 SMALLEST_CHUNK = 16
-
-
-class Slot:
-    """A row and what the host knows of it: the text whose caches it holds, and the request that it serves."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
-        self.request: Request | None = None
-        self.read = 0
-        """positions of the request's prompt that are in the caches"""
-        self.old_text: list[int] = []
-        """what the caches hold when no request is served"""
-        self.used = 0
-        """step of the last use"""
-
-    @property
-    def decoding(self) -> bool:
-        return self.request is not None and self.read == len(self.request.prompt)
-
-    @property
-    def text(self) -> list[int]:
-        """Tokens whose keys and values both caches hold: of a decoding row all but the last, which the target has not seen."""
-        if self.request is None:
-            return self.old_text
-        tokens = self.request.tokens
-        return self.request.prompt[: self.read] + tokens[:-1]
 
 
 class Engine:
@@ -107,7 +83,7 @@ class Engine:
         self._unread = False
         """the device has gone on since the host last looked"""
         self._in_books = False
-        """the host is writing down what it saw"""
+        """the host is writing things down: an interrupt would leave half of them"""
         self._broken: BaseException | None = None
 
     def submit(
@@ -120,8 +96,8 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop_token_ids: Sequence[int] | None = None,
-        stop: str | Sequence[str] = (),
+        stop_token_ids: Collection[int] | None = None,
+        stop: str | Collection[str] | None = None,
     ) -> Request:
         """Put a prompt (token ids) in the queue and return at once. Sampling arguments as in `generate`.
 
@@ -137,7 +113,8 @@ class Engine:
                 f"give a larger max_len (the target's context has {self.target.config.max_position})"
             )
         _check_whole("max_new_tokens", max_new_tokens, 1)
-        for name, number in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
+        shares: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+        for name, number in shares.items():
             if not isinstance(number, Real):
                 raise ConfigError(f"{name} is {number!r}: give a number")
         for name, number in {"top_k": top_k, "seed": seed}.items():
@@ -163,6 +140,7 @@ class Engine:
         """
         with self._step_lock:
             self._check_works()
+            self._in_books = True
             try:
                 return self._step()
             except BaseException as error:
@@ -177,7 +155,7 @@ class Engine:
 
     def run(self) -> list[Request]:
         """Step until idle; returns the requests that were unfinished before, in the order in which they were submitted."""
-        with self._queue_lock:
+        with self._step_lock, self._queue_lock:
             requests = [*self._waiting, *(slot.request for slot in self._slots if slot.request is not None)]
         while self.step():
             pass
@@ -200,18 +178,22 @@ class Engine:
         if self._broken is not None:
             raise EngineError(f"a step of this engine failed ({self._broken!r}): make a new Engine") from self._broken
 
-    def _check_stop_tokens(self, ids: Sequence[int] | None) -> tuple[int, ...]:
-        stops = tuple(sorted(set(self.target.config.stop_token_ids if ids is None else ids)))
-        if len(stops) > self._stop_slots:
-            raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
+    def _check_stop_tokens(self, ids: Collection[int] | None) -> tuple[int, ...]:
+        if not isinstance(ids, Collection | None):
+            raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
         vocab = self.target.config.vocab_size
-        for token in stops:
+        for token in ids or ():
             if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
                 raise ConfigError(f"the stop token {token!r} is no token id: ids lie in 0..{vocab - 1}")
+        stops = tuple(sorted({int(token) for token in (self.target.config.stop_token_ids if ids is None else ids)}))
+        if len(stops) > self._stop_slots:
+            raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
         return stops
 
-    def _check_stop_strings(self, stop: str | Sequence[str]) -> tuple[str, ...]:
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    def _check_stop_strings(self, stop: str | Collection[str] | None) -> tuple[str, ...]:
+        if not isinstance(stop, Collection | None):
+            raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if strings and self.target.tokenizer is None:
             raise ConfigError("stop strings need the target's tokenizer, and it has none: give stop_token_ids")
         for string in strings:
@@ -234,17 +216,18 @@ class Engine:
         if reading:
             self._read_prompt(self._next(reading))
         if any(slot.decoding for slot in self._slots):
-            self._state = decode(
-                self.target.params,
-                self._draft_params,
-                self._state,
-                self._rounds,
-                target=self.target,
-                drafter=self.drafter,
-                rule=self._rule,
-            )
+            models: Any = {"target": self.target, "drafter": self.drafter}
+            with self._on_device():
+                self._state = decode(self.target.params, self._draft_params, self._state, self._rounds, rule=self._rule, **models)
         self._look()
         return True
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Around what takes its time. An interrupt within loses nothing that the next step would not do again."""
+        self._in_books = False
+        yield
+        self._in_books = True
 
     @property
     def _draft_params(self) -> Any:
@@ -314,9 +297,9 @@ class Engine:
             stops_S=np.asarray([*stops, *[-1] * (self._stop_slots - len(stops))], np.int32),
             sampling=request.sampling,
         )
-        self._state = prefill_chunk(
-            self.target.params, self._draft_params, self._state, chunk, target=self.target, drafter=self.drafter
-        )
+        models: Any = {"target": self.target, "drafter": self.drafter}
+        with self._on_device():
+            self._state = prefill_chunk(self.target.params, self._draft_params, self._state, chunk, **models)
         request.read_tokens += len(tokens)
         slot.read = start + len(tokens)
 
@@ -325,13 +308,7 @@ class Engine:
         return min(self._chunk, max(SMALLEST_CHUNK, 1 << (count - 1).bit_length()))
 
     def _shared(self, request: Request, slot: Slot) -> int:
-        """Prompt tokens whose caches the slot holds; the last one is always read anew, for its hidden state."""
-        if not self._reuse:
-            return 0
-        text = slot.text
-        length = min(len(text), len(request.prompt) - 1)
-        differ = np.flatnonzero(np.asarray(text[:length], np.int32) != np.asarray(request.prompt[:length], np.int32))
-        return int(differ[0]) if differ.size else length
+        return slot.shared(request.prompt) if self._reuse else 0
 
     def _usable(self, shared: int) -> int:
         """Where reading begins after a hit: a drafter that keeps the newest positions only needs those filled again."""
@@ -342,9 +319,9 @@ class Engine:
         live = [slot for slot in self._slots if slot.decoding]
         since_B = np.zeros((len(self._slots),), np.int32)
         for slot in live:
-            since_B[slot.row] = self._length(slot)
-        seen = jax.device_get(report(self._state, since_B, width=self._news))
-        self._in_books = True
+            since_B[slot.row] = slot.length
+        with self._on_device():
+            seen = jax.device_get(report(self._state, since_B, width=self._news))
         self._unread = False
         stopped, ended = [], []
         for slot in live:
@@ -362,11 +339,6 @@ class Engine:
         for slot in ended:
             assert slot.request is not None
             self._release(slot, "stop" if slot.request.tokens[-1] in slot.request.stop_token_ids else "length")
-        self._in_books = False
-
-    def _length(self, slot: Slot) -> int:
-        assert slot.request is not None
-        return len(slot.request.prompt) + len(slot.request.tokens)
 
     def _freeze(self, slots: list[Slot]) -> None:
         if slots:

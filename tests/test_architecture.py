@@ -31,8 +31,8 @@ LAYERS = [
     ["hf_parts"],
     ["hf", "data", "generate", "train_step", "metrics"],
     ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring", "request"],
-    ["first_drafter", "findings", "engine"],
-    ["trainer", "doctor"],
+    ["first_drafter", "findings", "slots"],
+    ["trainer", "doctor", "engine"],
     ["__init__"],
     ["__main__", "train", "serve"],
 ]
