@@ -6,11 +6,13 @@ Arrays carry their shape in their name.
 """
 
 from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, KVInjectionAttention
+from dflash_jax.engine import Engine
 from dflash_jax.errors import DFlashError
 from dflash_jax.generate import Generation, generate, stream
 from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.loss import dflash_loss
 from dflash_jax.model_config import DFlashConfig
+from dflash_jax.request import Request
 from dflash_jax.verify import verify_block
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "DFlashError",
     "DraftModel",
     "Drafter",
+    "Engine",
     "Generation",
     "KVInjectionAttention",
+    "Request",
     "dflash_loss",
     "generate",
     "load_drafter",

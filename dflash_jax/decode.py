@@ -32,7 +32,10 @@ from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rej
 
 
 class DecodeState(NamedTuple):
-    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity."""
+    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity.
+
+    The row is the first axis of every array, those of the caches too. A row that is done stays bit for bit as it is.
+    """
 
     tokens_BL: Array
     """committed tokens, prompt included; what lies at or past length_B means nothing"""
@@ -41,8 +44,8 @@ class DecodeState(NamedTuple):
     end_B: Array
     """length at which a row stops: prompt + max_new_tokens"""
     done_B: Array
-    stops_S: Array
-    """stop token ids, padded with -1"""
+    stops_BS: Array
+    """stop token ids a row, padded with -1"""
     target_cache: Any
     draft_cache: Any
     """the drafter's context keys and values; an empty tuple in plain decoding"""
@@ -71,7 +74,7 @@ def prefill(
     tokens_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     end_B: Int[Array, " B"],
-    stops_S: Int[Array, " S"],
+    stops_BS: Int[Array, "B S"],
     sampling: Sampling | None,
     *,
     target: Target,
@@ -96,7 +99,7 @@ def prefill(
         length_B=lengths_B,
         end_B=end_B,
         done_B=jnp.zeros((batch,), bool),
-        stops_S=stops_S,
+        stops_BS=stops_BS,
         target_cache=target_cache,
         draft_cache=draft_cache,
         sampling=sampling,
@@ -168,6 +171,7 @@ def verify(
     judged = block_BK.shape[1]
     block_BK = jnp.pad(block_BK, ((0, 0), (0, state.accepted_BK.shape[1] - judged)))
     positions_BK = anchors_B[:, None] + jnp.arange(block_BK.shape[1], dtype=jnp.int32)[None]
+    positions_BK = jnp.where(state.done_B[:, None], -1, positions_BK)  # padding: a done row writes nothing
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     hidden_BKD, taps_BKM, target_cache = target.extend(params, block_BK, positions_BK, state.target_cache, taps)
     logits_BKV = target.unembed(params, hidden_BKD)[:, :judged]
@@ -202,7 +206,7 @@ def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, "
     """Append the first tau tokens of each live row, cut at the first stop token or the length cap, whichever comes first."""
     slots = tokens_BK.shape[1]
     k_K = jnp.arange(slots, dtype=jnp.int32)
-    is_stop_BK = (tokens_BK[:, :, None] == state.stops_S[None, None]).any(-1)
+    is_stop_BK = (tokens_BK[:, :, None] == state.stops_BS[:, None]).any(-1)
     first_stop_B = jnp.where(is_stop_BK.any(1), jnp.argmax(is_stop_BK, axis=1).astype(jnp.int32), slots)
     emitted_B = jnp.minimum(jnp.minimum(tau_B, first_stop_B + 1), state.end_B - state.length_B)
     emitted_B = jnp.where(state.done_B, 0, emitted_B)

@@ -25,6 +25,10 @@ class PromptError(DFlashError):
     """A prompt that the target cannot take."""
 
 
+class EngineError(DFlashError):
+    """An engine that a failed step has left unusable."""
+
+
 class NonFiniteLossError(DFlashError):
     """Training produced a loss that is not a finite number."""
 

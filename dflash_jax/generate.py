@@ -17,6 +17,8 @@ from dflash_jax.sampling import PerRow, Sampling, sampling_rows
 from dflash_jax.targets import Target
 
 STREAM_ROUNDS = 4
+STOP_SLOTS = 8
+"""room for stop tokens comes in multiples of this: few compilations"""
 NO_LIMIT = 2**31 - 1
 DEFAULT_RULE: Rule = "match"
 
@@ -168,7 +170,7 @@ def start(
             raise ConfigError(f"{name} is {number!r}: give a whole number")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
-    block_size = _check_block_size(target, drafter, options.block_size)
+    block_size = check_block_size(target, drafter, options.block_size)
     lengths = check_prompts(target, prompts)
     room = target.config.max_position - max(lengths)
     padded, capacity = prefill_lengths(lengths, min(max_new_tokens, room), block_size)
@@ -182,7 +184,7 @@ def start(
         tokens_BT[row, :length] = np.asarray(prompt, np.int32)
         lengths_B[row], end_B[row] = length, min(length + max_new_tokens, target.config.max_position)
     stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
-    stops_S = np.asarray(stops + [-1] * (-len(stops) % 8 or (0 if stops else 8)), np.int32)
+    stops_S = np.asarray(stops + [-1] * (-len(stops) % STOP_SLOTS or (0 if stops else STOP_SLOTS)), np.int32)
     if sampling is None:
         own = (options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
         sampling = sampling_rows(len(prompts), *own)
@@ -194,7 +196,7 @@ def start(
         jnp.asarray(tokens_BT),
         jnp.asarray(lengths_B),
         jnp.asarray(end_B),
-        jnp.asarray(stops_S),
+        jnp.asarray(np.tile(stops_S, (batch, 1))),
         Sampling(*(jnp.asarray(np.asarray(column)[own_B]) for column in sampling)) if sampled else None,
         target=target,
         drafter=drafter,
@@ -208,8 +210,8 @@ def start(
 
 def finish(state: DecodeState, prompt_lengths: list[int], audit: bool = False) -> Generation:
     """Read a finished state back from the device."""
-    tokens_BL, length_B, stops_S, rounds_B, accepted_BK = jax.device_get(
-        (state.tokens_BL, state.length_B, state.stops_S, state.rounds_B, state.accepted_BK)
+    tokens_BL, length_B, stops_BS, rounds_B, accepted_BK = jax.device_get(
+        (state.tokens_BL, state.length_B, state.stops_BS, state.rounds_B, state.accepted_BK)
     )
     slots_K = np.arange(accepted_BK.shape[1])
     tokens: list[list[int]] = []
@@ -218,7 +220,7 @@ def finish(state: DecodeState, prompt_lengths: list[int], audit: bool = False) -
     for row, prompt_length in enumerate(prompt_lengths):
         new = tokens_BL[row, prompt_length : length_B[row]].tolist()
         tokens.append(new)
-        reasons.append("stop" if new[-1] in stops_S else "length")
+        reasons.append("stop" if new[-1] in stops_BS[row] else "length")
         rounds, histogram = int(rounds_B[row]), accepted_BK[row]
         accepted = int((histogram * slots_K).sum())
         rows.append(AcceptanceStats(rounds, rounds * (len(slots_K) - 1), accepted, len(new) - 1, tuple(int(x) for x in histogram)))
@@ -241,7 +243,8 @@ def pool(rows: Sequence[AcceptanceStats]) -> AcceptanceStats:
     )
 
 
-def _check_block_size(target: Target, drafter: Drafter | None, block_size: int | None) -> int:
+def check_block_size(target: Target, drafter: Drafter | None, block_size: int | None) -> int:
+    """Slots a block while decoding. Raises `ConfigError` for a size or a target that the drafter was not made for."""
     if drafter is None:
         width, longest = 1 if block_size is None else block_size, target.config.max_position
         if not 1 <= width <= longest:

@@ -181,8 +181,7 @@ def _same_shape(conversations: list[_Conversation], max_new_tokens: int) -> list
 @partial(jax.jit, donate_argnums=0)
 def _put_rows(state: DecodeState, fresh: DecodeState, places_R: jax.Array) -> DecodeState:
     """Rows of `fresh` in place of the rows `places_R` of `state`."""
-    old, new = (s._replace(stops_S=s.length_B) for s in (state, fresh))  # stops are the one field without a row axis
-    return jax.tree.map(lambda x, y: x.at[places_R].set(y), old, new)._replace(stops_S=state.stops_S)
+    return jax.tree.map(lambda x, y: x.at[places_R].set(y), state, fresh)
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, str]]]:

@@ -190,9 +190,13 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """The rest at the end of the answer: a cut character comes out as U+FFFD. The decoder is then empty."""
-        text = self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :]
+        text = self.pending()
         self._ids, self._read = [], 0
         return text
+
+    def pending(self) -> str:
+        """What is held back, with U+FFFD in place of a cut character."""
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)

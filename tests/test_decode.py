@@ -69,7 +69,7 @@ def test_every_stop_tau_cap_and_done():
         length_B=zeros + PROMPT,
         end_B=jnp.asarray([PROMPT + room for _, _, room, _ in rows], jnp.int32),
         done_B=jnp.asarray([done for *_, done in rows]),
-        stops_S=jnp.asarray([*STOPS, -1, -1], jnp.int32),
+        stops_BS=jnp.tile(jnp.asarray([*STOPS, -1, -1], jnp.int32), (batch, 1)),
         target_cache=(),
         draft_cache=(),
         sampling=None,

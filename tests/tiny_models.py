@@ -149,10 +149,10 @@ class ScriptedDrafter(Drafter):
         return hash((ScriptedDrafter, self.config))
 
     def init_cache(self, batch, capacity):
-        return {"calls": jnp.int32(0)}
+        return {"calls_B": jnp.zeros((batch,), jnp.int32)}
 
     def extend_context(self, params, taps_BTM, positions_BT, cache):
-        return {"calls": cache["calls"] + 1}
+        return {"calls_B": cache["calls_B"] + 1}
 
     def propose(self, params, block_BKD, positions_BK, cache):
         script_BK = jnp.take_along_axis(params["script_BL"], positions_BK, axis=1)

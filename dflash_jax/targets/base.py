@@ -13,9 +13,10 @@ class Target(Protocol):
 
     The object itself is a static argument of jitted functions, so it must be hashable; equal targets share compiled programs.
 
-    A cache is any pytree. Rows are written at their positions; a query at position p sees the positions 0..p that were written
-    last, so decoding rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are
-    padding: nothing is written there and their outputs are ignored.
+    A cache is any pytree whose arrays all have the row as their first axis: an engine takes rows out, copies them and puts them
+    back. Rows are written at their positions; a query at position p sees the positions 0..p that were written last, so decoding
+    rejects drafted tokens by extending again from an earlier position. Positions outside 0..capacity-1 are padding: nothing is
+    written there and their outputs are ignored.
     """
 
     @property

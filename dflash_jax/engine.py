@@ -1,0 +1,366 @@
+"""Continuous decoding: requests come and go while a fixed batch of rows decodes on the device.
+
+A slot is a row of one `DecodeState` that never leaves the device. A step reads at most one piece of one prompt and then decodes
+every live row for a few rounds, so a long prompt holds the others up by one piece at a time. What a request gets does not depend on
+its neighbours, its slot or the time. Prompts that begin like an earlier text take its caches, the target's and the drafter's alike.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.config import DecodeConfig, Rule
+from dflash_jax.decode import decode
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import ConfigError, EngineError, PromptError
+from dflash_jax.generate import STOP_SLOTS, AcceptanceStats, check_block_size, check_prompts, rule_of
+from dflash_jax.request import Request
+from dflash_jax.rows import Chunk, Report, empty_state, freeze, prefill_chunk, report
+from dflash_jax.sampling import sampling_rows
+from dflash_jax.slots import Slot
+from dflash_jax.targets import Target
+
+SMALLEST_CHUNK = 16
+
+
+class Engine:
+    """Decodes requests of one target, with a drafter or plainly, in up to `max_batch` rows at once.
+
+        engine = Engine(target, drafter)
+        request = engine.submit(prompt_ids, max_new_tokens=100)
+        for token_ids in request.stream(): ...      # or engine.run(), or engine.step() in a thread of its own
+
+    `submit`, `Request.cancel` and reading a request are safe from any thread. Tokens equal `generate`'s for the same arguments.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        max_batch: int = 8,
+        max_len: int = 2048,
+        rounds_per_step: int = 4,
+        prefill_chunk: int = 256,
+        verify: Rule | None = None,
+        block_size: int | None = None,
+        reuse_prefixes: bool = True,
+    ) -> None:
+        """`max_len`: most tokens of a prompt and its answer together; the target's context length if that is less.
+
+        `rounds_per_step`: passes of the target between two looks at the rows. `prefill_chunk`: most prompt tokens a step reads.
+        `verify` and `block_size` as in `generate`. `reuse_prefixes`: a prompt that begins like a text that a row still holds takes
+        its caches (greedy and `match` tokens stay the same but for near-ties, because chunks fall elsewhere). Raises `ConfigError`.
+        """
+        numbers = {"max_batch": max_batch, "rounds_per_step": rounds_per_step, "prefill_chunk": prefill_chunk, "max_len": max_len}
+        for name, number in numbers.items():
+            _check_whole(name, number, 2 if name == "max_len" else 1)
+        self.target, self.drafter = target, drafter
+        self.max_len = min(max_len, target.config.max_position)
+        self._rule = rule_of(DecodeConfig(temperature=1.0, verify=verify))
+        self._block_size = check_block_size(target, drafter, block_size)
+        self._stop_slots = -(-max(len(target.config.stop_token_ids), 1) // STOP_SLOTS) * STOP_SLOTS
+        self._rounds = jnp.int32(rounds_per_step)
+        self._news = 1 + rounds_per_step * self._block_size  # most tokens that a row gets in a step: its first one, then blocks
+        self._chunk = prefill_chunk
+        self._reuse = reuse_prefixes
+        self._reach = drafter.context_reach() if drafter is not None else None
+        capacity = -(-(self.max_len + self._block_size) // 128) * 128
+        self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
+        self._slots = [Slot(row) for row in range(max_batch)]
+        self._waiting: deque[Request] = deque()
+        self._queue_lock = threading.Lock()
+        self._step_lock = threading.RLock()
+        self._stepped = threading.Condition()
+        self._steps = 0
+        self._unread = False
+        """the device has gone on since the host last looked"""
+        self._in_books = False
+        """the host is writing things down: an interrupt would leave half of them"""
+        self._broken: BaseException | None = None
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 256,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop_token_ids: Collection[int] | None = None,
+        stop: str | Collection[str] | None = None,
+    ) -> Request:
+        """Put a prompt (token ids) in the queue and return at once. Sampling arguments as in `generate`.
+
+        `stop_token_ids` None takes the target's. `stop`: strings; the answer's tokens end with the first that completes one, its
+        text ends before it. An answer that fills `max_len` ends with "length". Raises `PromptError` or `ConfigError` for anything
+        that cannot be decoded, `EngineError` when the engine broke.
+        """
+        self._check_works()
+        length = check_prompts(self.target, [prompt_ids])[0]
+        if length + 1 > self.max_len:
+            raise PromptError(
+                f"the prompt has {length} tokens and the engine room for {self.max_len}, an answer token included: shorten it, or "
+                f"give a larger max_len (the target's context has {self.target.config.max_position})"
+            )
+        _check_whole("max_new_tokens", max_new_tokens, 1)
+        shares: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+        for name, number in shares.items():
+            if not isinstance(number, Real):
+                raise ConfigError(f"{name} is {number!r}: give a number")
+        for name, number in {"top_k": top_k, "seed": seed}.items():
+            _check_whole(name, number, 0)
+        request = Request(
+            prompt=[int(token) for token in prompt_ids],
+            max_length=min(length + int(max_new_tokens), self.max_len),
+            sampling=sampling_rows(1, temperature, top_k, top_p, min_p, seed),
+            stop_token_ids=self._check_stop_tokens(stop_token_ids),
+            stop=self._check_stop_strings(stop),
+            tokenizer=self.target.tokenizer,
+            advance=self._advance,
+        )
+        with self._queue_lock:
+            self._waiting.append(request)
+        return request
+
+    def step(self) -> bool:
+        """Read one piece of a waiting prompt, decode all live rows a few rounds and look at what came; False when idle.
+
+        A KeyboardInterrupt leaves the engine usable unless it took the state away; after any other error it is broken, says so in
+        every later call, and must be made anew.
+        """
+        with self._step_lock:
+            self._check_works()
+            self._in_books = True
+            try:
+                return self._step()
+            except BaseException as error:
+                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+                if lost or self._in_books or not isinstance(error, KeyboardInterrupt):
+                    self._broken = error
+                raise
+            finally:
+                with self._stepped:
+                    self._steps += 1
+                    self._stepped.notify_all()
+
+    def run(self) -> list[Request]:
+        """Step until idle; returns the requests that were unfinished before, in the order in which they were submitted."""
+        with self._step_lock, self._queue_lock:
+            requests = [*self._waiting, *(slot.request for slot in self._slots if slot.request is not None)]
+        while self.step():
+            pass
+        return sorted(requests, key=lambda request: request.id)
+
+    def _advance(self, after: int | None) -> int:
+        """For `Request.stream`: see `Request`."""
+        if after is not None:
+            if self._step_lock.acquire(blocking=False):
+                try:
+                    self.step()
+                finally:
+                    self._step_lock.release()
+            else:  # queueing for the lock could starve beside a thread that does nothing but step
+                with self._stepped:
+                    self._stepped.wait_for(lambda: self._steps != after)
+        return self._steps
+
+    def _check_works(self) -> None:
+        if self._broken is not None:
+            raise EngineError(f"a step of this engine failed ({self._broken!r}): make a new Engine") from self._broken
+
+    def _check_stop_tokens(self, ids: Collection[int] | None) -> tuple[int, ...]:
+        if not isinstance(ids, Collection | None):
+            raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
+        vocab = self.target.config.vocab_size
+        for token in ids or ():
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+                raise ConfigError(f"the stop token {token!r} is no token id: ids lie in 0..{vocab - 1}")
+        stops = tuple(sorted({int(token) for token in (self.target.config.stop_token_ids if ids is None else ids)}))
+        if len(stops) > self._stop_slots:
+            raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
+        return stops
+
+    def _check_stop_strings(self, stop: str | Collection[str] | None) -> tuple[str, ...]:
+        if not isinstance(stop, Collection | None):
+            raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if strings and self.target.tokenizer is None:
+            raise ConfigError("stop strings need the target's tokenizer, and it has none: give stop_token_ids")
+        for string in strings:
+            if not isinstance(string, str) or not string:
+                raise ConfigError(f"the stop string {string!r} is no text: give at least one character")
+        return strings
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # A step. `_state` always holds the newest state: programs consume the old one.
+
+    def _step(self) -> bool:
+        if self._unread:  # an interrupt came before the last look
+            self._look()
+        self._drop_cancelled()
+        self._admit()
+        reading = [slot for slot in self._slots if slot.request is not None and not slot.decoding]
+        if not reading and not any(slot.decoding for slot in self._slots):
+            return False
+        self._unread = True
+        if reading:
+            self._read_prompt(self._next(reading))
+        if any(slot.decoding for slot in self._slots):
+            models: Any = {"target": self.target, "drafter": self.drafter}
+            with self._on_device():
+                self._state = decode(self.target.params, self._draft_params, self._state, self._rounds, rule=self._rule, **models)
+        self._look()
+        return True
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Around what takes its time. An interrupt within loses nothing that the next step would not do again."""
+        self._in_books = False
+        yield
+        self._in_books = True
+
+    @property
+    def _draft_params(self) -> Any:
+        return self.drafter.params if self.drafter is not None else ()
+
+    def _drop_cancelled(self) -> None:
+        with self._queue_lock:
+            cancelled = [request for request in self._waiting if request.cancelled.is_set()]
+            for request in cancelled:
+                self._waiting.remove(request)
+        for request in cancelled:
+            request.finish("cancelled")
+        slots = [slot for slot in self._slots if slot.request is not None and slot.request.cancelled.is_set()]
+        self._freeze(slots)
+        for slot in slots:
+            self._release(slot, "cancelled")
+
+    def _admit(self) -> None:
+        """Give free slots to the first in the queue."""
+        while free := [slot for slot in self._slots if slot.request is None]:
+            with self._queue_lock:
+                if not self._waiting:
+                    return
+                request = self._waiting.popleft()
+            slot = min(free, key=lambda slot: slot.used)
+            shared = {free_slot.row: self._shared(request, free_slot) for free_slot in free}
+            best = max(free, key=lambda slot: shared[slot.row])
+            # The next turn of a chat goes on in its own row; one that shares less is copied, and the old text can serve again.
+            if 2 * shared[best.row] > len(best.text):
+                slot = best
+            slot.read = self._usable(shared[slot.row])
+            slot.request, slot.used = request, self._steps
+
+    def _next(self, reading: list[Slot]) -> Slot:
+        """Whose prompt is read: by turns the one with least left, so that short ones wait for one piece, and the oldest."""
+        requests = {slot.row: slot.request for slot in reading}
+
+        def rank(slot: Slot) -> tuple[int, int]:
+            request = requests[slot.row]
+            assert request is not None
+            return (0 if self._steps % 2 else len(request.prompt) - slot.read), request.id
+
+        return min(reading, key=rank)
+
+    def _read_prompt(self, slot: Slot) -> None:
+        """One piece of the slot's prompt, after copying what another row holds of it."""
+        request = slot.request
+        assert request is not None
+        source, start = slot, slot.read
+        for other in self._slots:
+            usable = self._usable(self._shared(request, other)) if other is not slot else 0
+            if usable > start:
+                source, start = other, usable
+        source.used = self._steps
+        tokens = request.prompt[start : start + self._chunk]
+        tokens_C = np.zeros((self._padded(len(tokens)),), np.int32)
+        tokens_C[: len(tokens)] = tokens
+        stops = request.stop_token_ids
+        chunk = Chunk(
+            tokens_C=tokens_C,
+            start=np.int32(start),
+            count=np.int32(len(tokens)),
+            row=np.int32(slot.row),
+            source=np.int32(source.row),
+            last=np.bool_(start + len(tokens) == len(request.prompt)),
+            end=np.int32(request.max_length),
+            stops_S=np.asarray([*stops, *[-1] * (self._stop_slots - len(stops))], np.int32),
+            sampling=request.sampling,
+        )
+        models: Any = {"target": self.target, "drafter": self.drafter}
+        with self._on_device():
+            self._state = prefill_chunk(self.target.params, self._draft_params, self._state, chunk, **models)
+        request.read_tokens += len(tokens)
+        slot.read = start + len(tokens)
+
+    def _padded(self, count: int) -> int:
+        """A whole chunk, or a power of two below it: few programs."""
+        return min(self._chunk, max(SMALLEST_CHUNK, 1 << (count - 1).bit_length()))
+
+    def _shared(self, request: Request, slot: Slot) -> int:
+        return slot.shared(request.prompt) if self._reuse else 0
+
+    def _usable(self, shared: int) -> int:
+        """Where reading begins after a hit: a drafter that keeps the newest positions only needs those filled again."""
+        return shared if self._reach is None else max(0, shared - self._reach)
+
+    def _look(self) -> None:
+        """Read what the device did, once, in arrays of one shape, and write it down."""
+        live = [slot for slot in self._slots if slot.decoding]
+        since_B = np.zeros((len(self._slots),), np.int32)
+        for slot in live:
+            since_B[slot.row] = slot.length
+        with self._on_device():
+            seen = jax.device_get(report(self._state, since_B, width=self._news))
+        self._unread = False
+        stopped, ended = [], []
+        for slot in live:
+            request = slot.request
+            assert request is not None
+            length, done = int(seen.length_B[slot.row]), bool(seen.done_B[slot.row])
+            new = seen.tokens_BW[slot.row, : length - since_B[slot.row]].tolist()
+            if request.add(new, _stats(seen, slot.row, length - len(request.prompt))):
+                stopped.append(slot)
+            elif done:
+                ended.append(slot)
+        self._freeze([slot for slot in stopped if not seen.done_B[slot.row]])
+        for slot in stopped:
+            self._release(slot, "stop")
+        for slot in ended:
+            assert slot.request is not None
+            self._release(slot, "stop" if slot.request.tokens[-1] in slot.request.stop_token_ids else "length")
+
+    def _freeze(self, slots: list[Slot]) -> None:
+        if slots:
+            rows_B = np.zeros((len(self._slots),), bool)
+            rows_B[[slot.row for slot in slots]] = True
+            self._state = freeze(self._state, rows_B)
+
+    def _release(self, slot: Slot, reason: Any) -> None:
+        request = slot.request
+        assert request is not None
+        slot.old_text, slot.request, slot.used = slot.text, None, self._steps
+        request.finish(reason)
+
+
+def _stats(seen: Report, row: int, new: int) -> AcceptanceStats:
+    """As `generate.finish` counts: the first token comes from the prompt's pass and counts nowhere."""
+    histogram = [int(count) for count in seen.accepted_BK[row]]
+    rounds = int(seen.rounds_B[row])
+    accepted = sum(k * count for k, count in enumerate(histogram))
+    return AcceptanceStats(rounds, rounds * (len(histogram) - 1), accepted, new - 1, tuple(histogram))
+
+
+def _check_whole(name: str, number: Any, least: int) -> None:
+    if not isinstance(number, (int, np.integer)) or not least <= number < 2**31:
+        raise ConfigError(f"{name} is {number!r}: give a whole number from {least} to 2147483647")

@@ -1,0 +1,525 @@
+"""The engine gives every request what `generate` gives it alone, whatever comes before, beside or after it.
+
+The tiny models here have five tokens, so that random drafts are often right and acceptance says something about the caches.
+"""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import CONTEXT, HIDDEN, TABLE, TableTarget, dense_drafter, dense_target, random_prompt, scripted_drafter
+from tiny_text import tiny_tokenizer
+
+import dflash_jax.engine as engine_module
+from dflash_jax.decode import decode
+from dflash_jax.drafter import Drafter
+from dflash_jax.engine import Engine
+from dflash_jax.errors import ConfigError, EngineError, PromptError
+from dflash_jax.generate import generate
+from dflash_jax.request import TextWatch
+from dflash_jax.rows import freeze, prefill_chunk, report
+
+TOKENS, MAX_LEN, CHUNK, ROUNDS, SLOTS = 5, 110, 16, 2, 3
+DENSE, DENSE_DRAFTER = dense_target(vocab_size=TOKENS), dense_drafter(vocab_size=TOKENS, mask_token_id=4)
+
+
+def small_table(vocab=TOKENS, script=None, tokenizer=None):
+    random = np.random.default_rng(5)
+    forced = np.full(512, -1, np.int32)
+    for position, token in (script or {}).items():
+        forced[position] = token
+    params = {
+        "logits_VV": 1.5 * random.standard_normal((vocab, vocab)).astype(np.float32),
+        "embedding_VD": random.standard_normal((vocab, HIDDEN)).astype(np.float32),
+        "script_L": forced,
+    }
+    return TableTarget(dataclasses.replace(TABLE, vocab_size=vocab), jax.tree.map(jax.numpy.asarray, params), tokenizer)
+
+
+def make(target=DENSE, drafter=DENSE_DRAFTER, **options):
+    defaults = {"max_batch": SLOTS, "max_len": MAX_LEN, "rounds_per_step": ROUNDS, "prefill_chunk": CHUNK}
+    return Engine(target, drafter, **defaults | options)
+
+
+def prompt(seed, length):
+    return random_prompt(seed, length, TOKENS)
+
+
+def outcome(request):
+    assert request.done
+    return request.tokens, request.finish_reason, request.stats
+
+
+def assert_equals_generate(request, target, drafter, arguments, **options):
+    out = generate(target, drafter, [request.prompt], **arguments, **options)
+    assert outcome(request) == (out.tokens[0], out.finish_reason[0], out.stats.rows[0]), arguments
+
+
+def row_leaves(engine, row):
+    """Every array of a row but where it is in the batch."""
+    return [np.asarray(leaf)[row] for leaf in jax.tree.leaves(engine._state)]
+
+
+def assert_same_bits(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+GREEDY = [
+    (prompt(1, 1), {"max_new_tokens": 30}),
+    (prompt(2, 40), {"max_new_tokens": 25}),
+    (prompt(3, 16), {"max_new_tokens": 1}),
+    (prompt(4, 33), {"max_new_tokens": 40, "stop_token_ids": [3]}),
+]
+WARM = {"temperature": 0.8, "max_new_tokens": 20}
+SAMPLED = [
+    (prompt(5, 12), WARM | {"seed": 3}),
+    (prompt(6, 50), WARM | {"seed": 4, "top_k": 3, "stop_token_ids": [0]}),
+    (prompt(7, 17), WARM | {"seed": 5, "top_p": 0.7, "max_new_tokens": 2}),
+    (prompt(8, 64), WARM | {"seed": 6, "min_p": 0.1, "temperature": 1.4}),
+]
+MIXED = [case for pair in zip(GREEDY, SAMPLED, strict=True) for case in pair]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Requests of all kinds, more than slots, in one engine; and how many programs they took."""
+    counts = [f._cache_size() for f in (prefill_chunk, decode, report)]
+    engine = make()
+    requests = [engine.submit(text, **arguments) for text, arguments in MIXED]
+    assert engine.run() == requests
+    assert not engine.step()
+    programs = [f._cache_size() - n for f, n in zip((prefill_chunk, decode, report), counts, strict=True)]
+    return requests, programs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal to generate
+
+
+def test_requests_equal_generate(answers):
+    for request, (_, arguments) in zip(answers[0], MIXED, strict=True):
+        assert_equals_generate(request, DENSE, DENSE_DRAFTER, arguments)
+    assert {request.finish_reason for request in answers[0]} == {"stop", "length"}
+    assert sum(request.stats.accepted for request in answers[0]) > 20
+
+
+def test_requests_of_all_kinds_share_their_programs(answers):
+    assert answers[1] == [1, 1, 1], "prompt lengths, limits and samplings are data, not shapes"
+
+
+@pytest.mark.parametrize("rule", ["plain", "match", "rejection", "block"])
+def test_every_rule_and_plain_decoding_equal_generate(rule):
+    target, drafter = small_table(), None if rule == "plain" else DENSE_DRAFTER
+    verify = None if rule == "plain" else rule
+    engine = make(target, drafter, verify=verify)
+    cases = [(text[:15], arguments) for text, arguments in SAMPLED]
+    requests = [engine.submit(text, **arguments) for text, arguments in cases]
+    greedy = engine.submit(prompt(1, 9), max_new_tokens=30)
+    engine.run()
+    for request, (_, arguments) in zip(requests, cases, strict=True):
+        assert_equals_generate(request, target, drafter, arguments, verify=verify)
+    text = list(greedy.prompt)
+    while len(text) < 39:
+        text.append(target.next_token(text))
+    assert greedy.tokens == text[9:]
+
+
+def test_limits():
+    """The length cap of the engine ends an answer; a stop token may be the first token."""
+    target = small_table(script={8: 2})
+    engine = make(target, None, max_len=20)
+    cut = engine.submit(prompt(1, 12), max_new_tokens=500)
+    full = engine.submit(prompt(1, 19), max_new_tokens=500)
+    at_once = engine.submit(prompt(1, 8), stop_token_ids=[2])
+    engine.run()
+    assert (len(cut.tokens), cut.finish_reason) == (8, "length")
+    assert (len(full.tokens), full.finish_reason) == (1, "length")
+    assert (at_once.tokens, at_once.finish_reason, at_once.stats.rounds) == ([2], "stop", 0)
+    assert make(target, None, max_len=4096).max_len == CONTEXT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Independence
+
+
+def test_a_request_gets_the_same_bits_alone_and_in_company():
+    """Alone in slot 0; then in slot 2 after another tenant, beside long sampled neighbours, admitted later."""
+    text, arguments = SAMPLED[1]
+    alone = make(reuse_prefixes=False)
+    first = alone.submit(text, **arguments)
+    alone.run()
+    crowd = make(reuse_prefixes=False)
+    for seed, new in ((20, 40), (21, 40), (22, 3)):
+        crowd.submit(prompt(seed, 50), new, temperature=1.0, top_p=0.9, seed=seed)
+    while crowd._slots[2].request is None or crowd._slots[2].request.finish_reason is None:
+        crowd.step()
+        if crowd._slots[2].request is None and crowd._slots[2].used:
+            break
+    second = crowd.submit(text, **arguments)
+    crowd.step()
+    assert [slot.request is second for slot in crowd._slots] == [False, False, True]
+    crowd.run()
+    assert outcome(first) == outcome(second)
+    assert_same_bits(row_leaves(crowd, 2), row_leaves(alone, 0))
+
+
+def test_a_done_row_keeps_every_bit():
+    engine = make(reuse_prefixes=False)
+    short, long = engine.submit(prompt(1, 5), 2), engine.submit(prompt(2, 5), 40)
+    while not short.done:
+        engine.step()
+    before = row_leaves(engine, 0)
+    left = MAX_LEN - len(long.prompt) - len(long.tokens)
+    engine.run()
+    assert left > 20
+    assert len(long.tokens) == 40
+    assert_same_bits(row_leaves(engine, 0), before)
+
+
+def test_nothing_of_the_last_tenant_remains():
+    """Not even numbers that are not finite."""
+    engine = make(reuse_prefixes=False)
+    spoil = lambda x: x * np.nan if x.dtype == np.float32 and x.ndim == 4 else x
+    engine._state = jax.tree.map(spoil, engine._state)
+    text, arguments = MIXED[1]
+    request = engine.submit(text, **arguments)
+    engine.run()
+    assert_equals_generate(request, DENSE, DENSE_DRAFTER, arguments)
+
+
+def test_a_long_prompt_stalls_nobody():
+    """Live rows get tokens in every step while it is read, and a short prompt that comes later waits for one piece of it."""
+    engine = make(reuse_prefixes=False)
+    live = engine.submit(prompt(1, 4), 60)
+    engine.step()
+    long = engine.submit(prompt(2, 6 * CHUNK), 3)
+    engine.step()
+    late = engine.submit(prompt(3, 4), 60)
+    steps = 1
+    while not long.tokens:
+        before = len(live.tokens), len(late.tokens)
+        engine.step()
+        steps += 1
+        assert len(live.tokens) > before[0]
+        assert len(late.tokens) > before[1] or steps == 2
+    assert steps == 7
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prefix reuse
+
+SYSTEM = prompt(30, 37)
+
+
+def computed_anew(text, **arguments):
+    engine = make(reuse_prefixes=False)
+    request = engine.submit(text, **arguments)
+    engine.run()
+    return request
+
+
+@pytest.mark.parametrize("reach", [None, 7])
+def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
+    """Tokens and acceptance are those without reuse. A drafter that keeps the newest positions only gets those filled again."""
+    monkeypatch.setattr(Drafter, "context_reach", lambda self: reach)
+    engine = make()
+    neighbour = engine.submit(prompt(31, 20), 70)
+    first = engine.submit(SYSTEM, 20)
+    while not first.done:
+        engine.step()
+    turn = SYSTEM + first.tokens + prompt(32, 10)
+    second = engine.submit(turn, 25, temperature=0.8, seed=9)
+    engine.run()
+    assert first.reused_tokens == 0
+    assert second.reused_tokens == len(SYSTEM) + len(first.tokens) - 1 - (reach or 0)
+    assert outcome(second) == outcome(computed_anew(turn, max_new_tokens=25, temperature=0.8, seed=9))
+    assert second.stats.accepted > 2
+    assert engine._slots[2].used == 0, "it went on in its own row"
+    assert outcome(neighbour) == outcome(computed_anew(neighbour.prompt, max_new_tokens=70))
+
+
+@pytest.mark.parametrize("source", ["live", "free", "beside"])
+def test_a_shared_beginning_is_copied(source):
+    """From a row that decodes, from one that is free, and from one whose prompt is being read at the same time."""
+    engine = make()
+    texts = [SYSTEM + prompt(40 + i, 3 + i) for i in range(2)]
+    first = engine.submit(texts[0], 40)
+    while (source == "live" and len(first.tokens) < 5) or (source == "free" and not first.done):
+        engine.step()
+    second = engine.submit(texts[1], 30)
+    engine.run()
+    for request in (first, second):
+        wanted = computed_anew(request.prompt, max_new_tokens=40 if request is first else 30)
+        assert outcome(request) == outcome(wanted)
+    assert first.reused_tokens + second.reused_tokens >= (2 * CHUNK if source == "beside" else len(SYSTEM))
+
+
+def test_the_same_prompt_again_reads_its_last_token():
+    engine = make()
+    first = engine.submit(SYSTEM, 10)
+    engine.run()
+    second = engine.submit(SYSTEM, 10)
+    engine.run()
+    assert outcome(first) == outcome(second)
+    assert (second.reused_tokens, second.read_tokens) == (len(SYSTEM) - 1, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+STRINGS = [("ll",), ("hello", "he"), ("é",), ("o\n",), ("\n\nh", "x")]
+
+
+@pytest.mark.parametrize("strings", STRINGS, ids=repr)
+def test_text_stops_where_decoding_everything_again_finds_the_string(strings):
+    tokenizer = tiny_tokenizer()
+    random = np.random.default_rng(3)
+    pool = [*tokenizer.encode("hello hé ll\n\nhello 12 x"), 4, 200]
+    stopped = 0
+    for _ in range(40):
+        tokens = random.choice(pool, 25).tolist()
+        wanted = next((n for n in range(1, 26) if any(s in tokenizer.decode(tokens[:n]) for s in strings)), None)
+        text = tokenizer.decode(tokens[:wanted])
+        text = text[: min(text.find(s) for s in strings if s in text)] if wanted else text
+        watch, shown = TextWatch(tokenizer, strings), ""
+        for n, token in enumerate(tokens, 1):
+            found = watch.push(token)
+            shown += watch.take()
+            assert text.startswith(shown)
+            assert found == (n == wanted)
+            if found:
+                break
+        assert shown + watch.rest() == text
+        stopped += wanted is not None
+    assert stopped > 5
+
+
+@pytest.fixture(scope="module")
+def speaking():
+    """A target that says a text, a drafter that knows it, and where the text begins."""
+    tokenizer = tiny_tokenizer()
+    said = tokenizer.encode("hello 12 and\n\nhé, then hello again and much more of this until the end")
+    vocab = 270
+    target = small_table(vocab, script={4 + i: token for i, token in enumerate(said)}, tokenizer=tokenizer)
+    script = [0] * 4 + said
+    drafter = scripted_drafter([script] * 2, vocab_size=vocab, mask_token_id=3)
+    return target, drafter, tokenizer, said
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
+    target, drafter, tokenizer, said = speaking
+    engine = make(target, drafter, max_batch=2, rounds_per_step=rounds)
+    one = engine.submit([7, 8, 9, 10], 40, stop=["then hell", "zzz"])
+    two = engine.submit([7, 8, 9, 11], 40, stop="\nh")
+    pieces = list(one.stream_text())
+    engine.run()
+    assert "".join(pieces) == one.text == "hello 12 and\n\nhé, "
+    assert not any("t" in piece for piece in pieces)
+    assert two.text == "hello 12 and\n"
+    for request, string in ((one, "then hell"), (two, "\nh")):
+        assert request.finish_reason == "stop"
+        assert request.tokens == said[: len(request.tokens)]
+        assert string in tokenizer.decode(request.tokens)
+        assert string not in tokenizer.decode(request.tokens[:-1])
+    after = engine.submit([7, 8, 9, 10], 5)
+    assert not after.tokens
+    engine.run()
+    assert (after.text, after.reused_tokens) == (tokenizer.decode(said[:5]), 3)
+
+
+def test_streamed_ids_are_the_tokens(speaking):
+    target, _, tokenizer, said = speaking
+    engine = make(target, None, max_batch=2)
+    request = engine.submit([7, 8, 9, 10], 12)
+    pieces = list(request.stream())
+    assert len(pieces) > 3
+    assert [token for piece in pieces for token in piece] == request.tokens == said[:12]
+    assert list(request.stream()) == [request.tokens]
+    assert "".join(request.stream_text()) == request.text == tokenizer.decode(said[:12])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cancelling, threads, failures
+
+
+def test_cancelling():
+    """Before admission, while the prompt is read, while decoding; the others go on, and what was read serves again."""
+    engine = make(small_table(), None)
+    decoding, reading = engine.submit(prompt(1, 4), 60), engine.submit(prompt(2, 5 * CHUNK), 5)
+    other = engine.submit(prompt(3, 4), 30)
+    waiting = engine.submit(prompt(4, 4), 5)
+    for _ in range(4):
+        engine.step()
+    assert len(decoding.tokens) > 3
+    assert not reading.tokens
+    for request in (decoding, reading, waiting):
+        request.cancel()
+        assert not request.done
+    engine.step()
+    kept = decoding.tokens
+    assert all(request.finish_reason == "cancelled" for request in (decoding, reading, waiting))
+    assert (reading.tokens, waiting.tokens) == ([], [])
+    assert list(waiting.stream()) == []
+    engine.run()
+    assert decoding.tokens == kept
+    assert outcome(other)[1] == "length"
+    other.cancel()
+    assert other.finish_reason == "length"
+    again = engine.submit(reading.prompt, 5)
+    engine.run()
+    assert 0 < again.reused_tokens < len(reading.prompt)
+    assert_equals_generate(again, small_table(), None, {"max_new_tokens": 5})
+
+
+def test_threads():
+    """Two threads submit and stream, a third steps."""
+    target = small_table()
+    engine = make(target, None)
+    outs, stop = {}, threading.Event()
+
+    def ask(first):
+        for seed in range(first, first + 4):
+            request = engine.submit(prompt(seed, 3 + seed % 5), 8 + seed % 3)
+            outs[seed] = [token for piece in request.stream() for token in piece]
+
+    def serve():
+        while not stop.is_set():
+            engine.step()
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in (100, 200)]
+    server = threading.Thread(target=serve)
+    for thread in (*threads, server):
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stop.set()
+    server.join(60)
+    assert len(outs) == 8
+    for seed, tokens in outs.items():
+        text = prompt(seed, 3 + seed % 5)
+        while len(text) < 3 + seed % 5 + 8 + seed % 3:
+            text.append(target.next_token(text))
+        assert tokens == text[3 + seed % 5 :]
+
+
+@pytest.mark.parametrize("where", ["prefill_chunk", "decode", "report"])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_loses_nothing(monkeypatch, where, late):
+    """Before the device took the state or, in the last look, after it went on."""
+    engine = make(small_table(), None)
+    requests = [engine.submit(prompt(seed, 20), 12) for seed in (1, 2)]
+    real, calls = getattr(engine_module, where), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(where)
+        if len(calls) == 2:
+            if late and where == "report":
+                real(*args, **kwargs)
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(engine_module, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.run()
+    for request in requests:
+        assert_equals_generate(request, small_table(), None, {"max_new_tokens": 12})
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
+def test_an_engine_that_lost_its_state_says_so(monkeypatch, error):
+    engine = make(small_table(), None)
+    request = engine.submit(prompt(1, 4), 5)
+    real = engine_module.decode
+
+    def fails(*args, **kwargs):
+        real(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(engine_module, "decode", fails)
+    with pytest.raises(type(error)):
+        engine.step()
+    monkeypatch.undo()
+    for call in (engine.step, engine.run, lambda: engine.submit([1]), lambda: next(request.stream())):
+        with pytest.raises(EngineError, match="make a new Engine"):
+            call()
+
+
+BAD_REQUESTS = [
+    (dict(prompt_ids=[]), PromptError, "empty"),
+    (dict(prompt_ids=[TOKENS]), PromptError, "ids lie in 0..4"),
+    (dict(prompt_ids="text"), PromptError, "token ids"),
+    (dict(prompt_ids=[1] * MAX_LEN), PromptError, f"has {MAX_LEN} tokens and the engine room for {MAX_LEN}"),
+    (dict(max_new_tokens=0), ConfigError, "max_new_tokens is 0"),
+    (dict(max_new_tokens=1.5), ConfigError, "max_new_tokens is 1.5"),
+    (dict(temperature="hot"), ConfigError, "temperature is 'hot'"),
+    (dict(temperature=-1.0), ConfigError, "temperature is -1.0"),
+    (dict(top_k=2**40), ConfigError, "top_k"),
+    (dict(top_p=0.0), ConfigError, "top_p is 0.0"),
+    (dict(seed=-1), ConfigError, "seed is -1"),
+    (dict(stop_token_ids=[7]), ConfigError, "stop token 7 is no token id"),
+    (dict(stop_token_ids=3), ConfigError, "stop_token_ids is 3"),
+    (dict(stop=["x"]), ConfigError, "tokenizer"),
+    (dict(stop=3), ConfigError, "stop is 3"),
+]
+
+
+def test_what_cannot_be_decoded_is_refused_at_once():
+    engine = make(small_table(), None)
+    for changes, error, words in BAD_REQUESTS:
+        with pytest.raises(error, match=words):
+            engine.submit(**{"prompt_ids": [1, 2]} | changes)
+    assert not engine.step()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        _ = engine.submit([1]).text
+    many = make(small_table(vocab=61), None)
+    with pytest.raises(ConfigError, match="room for 8"):
+        many.submit([1], stop_token_ids=range(9))
+    with pytest.raises(ConfigError, match="'' is no text"):
+        make(small_table(270, tokenizer=tiny_tokenizer()), None).submit([1], stop=[""])
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_len", "rounds_per_step", "prefill_chunk"])
+def test_an_engine_needs_whole_sizes(name):
+    for number in (0, 1.5, None):
+        with pytest.raises(ConfigError, match=name):
+            make(small_table(), None, **{name: number})
+    with pytest.raises(ConfigError, match="verify 'typical' is unknown"):
+        make(verify="typical")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cost
+
+
+def test_programs_are_few_whatever_is_asked():
+    counts = [f._cache_size() for f in (prefill_chunk, decode, report, freeze)]
+    engine = make(small_table(), None, prefill_chunk=40)
+    for length in (1, 2, 15, 16, 17, 31, 39, 40, 41, 79, 100):
+        engine.submit(prompt(length, length), 1 + length % 9, temperature=length % 2 * 0.5, top_k=length % 3, stop_token_ids=[0])
+    engine.submit(prompt(0, 3)).cancel()
+    engine.run()
+    programs = [f._cache_size() - n for f, n in zip((prefill_chunk, decode, report, freeze), counts, strict=True)]
+    assert programs[0] <= 3, "16, 32 and 40"
+    assert all(n <= 1 for n in programs[1:])
+
+
+def test_reading_a_prompt_moves_one_row(monkeypatch):
+    """The state is updated in place, and no more than a few rows exist beside it."""
+    seen = []
+    monkeypatch.setattr(engine_module, "prefill_chunk", lambda *args, **kwargs: seen.append((args, kwargs)) or 1 / 0)
+    engine = make(max_batch=16)
+    engine.submit([1, 2])
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    args, kwargs = seen[0]
+    memory = prefill_chunk.lower(*args, **kwargs).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2048, "an output has a buffer of its own"
+    assert memory.temp_size_in_bytes < size / 4, "a copy of all rows"
