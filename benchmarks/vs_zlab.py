@@ -3,8 +3,8 @@
     make install VERSION=3.11 && make .venv-3.11/.oracle
     .venv-3.11/bin/python benchmarks/vs_zlab.py --prompts 8
 
-Both decode greedily, each in its faster dtype of float32 and bfloat16 (found on the first prompts), one prompt at a time; prefill and
-compilation are left out on both sides. The last line is JSON; `ratio` is ours over theirs.
+Both decode greedily, each in its faster dtype of float32 and bfloat16 (found on the first prompts), one prompt at a time; prefill
+and compilation are left out on both sides. The last line is JSON; `ratio` is ours over theirs.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class ZLab:
                 names = ["embed_tokens"]
             tensors[".".join(["model", *names, "weight"])] = torch.from_numpy(array.T.copy() if last == "kernel" else array.copy())
         missing, unknown = self.target.load_state_dict(tensors, strict=False)
-        assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
+        assert set(missing) | set(unknown) <= {"lm_head.weight"}, (missing, unknown)
         self.target = self.target.to(getattr(torch, dtype))
         self.drafter = model.DFlashDraftModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.stops = list(c.stop_token_ids)

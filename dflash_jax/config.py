@@ -197,6 +197,9 @@ class DecodeConfig:
     in fewer passes. None: match"""
     audit: bool = False
     """check while sampling that the text follows the target's law: a z statistic, beyond 4 it does not"""
+    widths: str | None = None
+    """JSON file of what rounds cost on this machine, measured (a minute or so) where it lacks a case: then each few rounds take the
+    width up to block_size that pays for the acceptance seen, and decode plainly when none does. Use it where drafts may not pay"""
 
 
 @dataclass(frozen=True)

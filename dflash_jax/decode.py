@@ -30,6 +30,9 @@ from dflash_jax.sampling import (
 from dflash_jax.targets import Target
 from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rejection
 
+PLAIN_ROUNDS = 16
+"""most rounds of one slot whose taps wait for the drafter"""
+
 
 class DecodeState(NamedTuple):
     """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity.
@@ -53,6 +56,8 @@ class DecodeState(NamedTuple):
     """None: every row is greedy"""
     rounds_B: Array
     """verify passes a row took part in"""
+    drafted_B: Array
+    """tokens drafted in them"""
     accepted_BK: Array
     """how many rounds of a row emitted k drafted tokens, k = 0..K-1"""
     audit: AuditState | None = None
@@ -104,6 +109,7 @@ def prefill(
         draft_cache=draft_cache,
         sampling=sampling,
         rounds_B=jnp.zeros((batch,), jnp.int32),
+        drafted_B=jnp.zeros((batch,), jnp.int32),
         accepted_BK=jnp.zeros((batch, block_size), jnp.int32),
     )
     return commit(state, first_B1, jnp.ones((batch,), jnp.int32))[0]
@@ -165,18 +171,34 @@ def verify(
     and `block` judge by the law the drafts were drawn from (`q_BJV`): the text is another sample of the same law. Without a drafter
     the slots after the anchor hold any token, and none of them stands: plain decoding in passes of the state's width.
     """
+    state, verified, context = _judge(params, state, draft_BJ, q_BJV, target, drafter, rule)
+    return _with_context(draft_params, state, drafter, *context), verified.tokens_BK, verified.tau_B
+
+
+def _with_context(
+    draft_params: Any, state: DecodeState, drafter: Drafter | None, taps_BKM: Array, positions_BK: Array
+) -> DecodeState:
+    """Rejected slots are written too: the next block cannot see them, and the next verify pass rewrites them."""
+    if drafter is None:
+        return state
+    return state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
+
+
+def _judge(
+    params: Any, state: DecodeState, draft_BJ: Array, q_BJV: Array | None, target: Target, drafter: Drafter | None, rule: Rule
+) -> tuple[DecodeState, Verified, tuple[Array, Array]]:
+    """`verify` without the drafter's context: also gives what extends it, taps [B, K, M] and positions [B, K]."""
     anchors_B = state.length_B - 1
     anchor_tokens_B1 = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)
     block_BK = jnp.concatenate([anchor_tokens_B1, draft_BJ], axis=1)
     judged = block_BK.shape[1]
-    block_BK = jnp.pad(block_BK, ((0, 0), (0, state.accepted_BK.shape[1] - judged)))
+    if drafter is None:
+        block_BK = jnp.pad(block_BK, ((0, 0), (0, state.accepted_BK.shape[1] - judged)))
     positions_BK = anchors_B[:, None] + jnp.arange(block_BK.shape[1], dtype=jnp.int32)[None]
     positions_BK = jnp.where(state.done_B[:, None], -1, positions_BK)  # padding: a done row writes nothing
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     hidden_BKD, taps_BKM, target_cache = target.extend(params, block_BK, positions_BK, state.target_cache, taps)
     logits_BKV = target.unembed(params, hidden_BKD)[:, :judged]
-    if drafter is not None:  # rejected slots are written too: the next block cannot see them and the next verify pass rewrites them
-        state = state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
     sampling = state.sampling
     if rule == "match" or q_BJV is None or sampling is None:
         drawn_BK = draw(logits_BKV, positions_BK[:, :judged] + 1, sampling, TARGET_DRAW)
@@ -191,7 +213,7 @@ def verify(
     if state.audit is not None and sampling is not None:
         audit = observe(state.audit, draft_BJ, q_BJV, law(logits_BKV, sampling), verified.tokens_BK)
         state = state._replace(audit=audit)
-    return state._replace(target_cache=target_cache), verified.tokens_BK, verified.tau_B
+    return state._replace(target_cache=target_cache), verified, (taps_BKM, positions_BK)
 
 
 def _verify_by_law(draft_BJ: Array, q_BJV: Array, p_BKV: Array, anchors_B: Array, sampling: Sampling, rule: Rule) -> Verified:
@@ -222,27 +244,24 @@ def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, "
     return state, emitted_B
 
 
-def _round(
-    params: Any, draft_params: Any, head_VD: Array | None, state: DecodeState, target: Target, drafter: Drafter | None, rule: Rule
-) -> DecodeState:
-    batch, block_size = state.accepted_BK.shape
-    draft_BJ, q_BJV = jnp.zeros((batch, 0), jnp.int32), None
-    if drafter is not None:
-        draft_BJ, q_BJV = draft(params, draft_params, head_VD, state, target, drafter, block_size, rule)
+def _booked(state: DecodeState, verified: Verified, drafted: int) -> DecodeState:
+    """`commit`, and the counts of a round that drafted so many tokens a row."""
     live_B = ~state.done_B
-    state, tokens_BK, tau_B = verify(params, draft_params, state, draft_BJ, q_BJV, target, drafter, rule)
-    state, emitted_B = commit(state, tokens_BK, tau_B)
+    state, emitted_B = commit(state, verified.tokens_BK, verified.tau_B)
     if state.audit is not None:
         state = state._replace(audit=count(state.audit, emitted_B))
     # The bonus token is not a drafted one; a cut run may end inside its accepted prefix.
-    accepted_B = jnp.minimum(tau_B - 1, emitted_B)
-    hit_BK = live_B[:, None] & (jnp.arange(block_size, dtype=jnp.int32)[None] == accepted_B[:, None])
+    accepted_B = jnp.minimum(verified.accepted_B, emitted_B)
+    slots_K = jnp.arange(state.accepted_BK.shape[1], dtype=jnp.int32)
+    hit_BK = live_B[:, None] & (slots_K[None] == accepted_B[:, None])
     return state._replace(
-        rounds_B=state.rounds_B + live_B.astype(jnp.int32), accepted_BK=state.accepted_BK + hit_BK.astype(jnp.int32)
+        rounds_B=state.rounds_B + live_B.astype(jnp.int32),
+        drafted_B=state.drafted_B + jnp.where(live_B, drafted, 0),
+        accepted_BK=state.accepted_BK + hit_BK.astype(jnp.int32),
     )
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("target", "drafter", "rule", "width"), donate_argnames=("state",))
 def decode(
     params: Any,
     draft_params: Any,
@@ -252,16 +271,38 @@ def decode(
     target: Target,
     drafter: Drafter | None,
     rule: Rule = "match",
+    width: int | None = None,
 ) -> DecodeState:
-    """At most `max_rounds` rounds on the device; fewer when every row is done. The state is donated: use the returned one."""
-    head_VD = drafter.head(draft_params, target, params) if drafter is not None else None
+    """At most `max_rounds` rounds on the device; fewer when every row is done. The state is donated: use the returned one.
 
-    def unfinished(carry: tuple[Array, DecodeState]) -> Array:
-        done_rounds, state = carry
-        return (done_rounds < max_rounds) & ~state.done_B.all()
+    `width`: slots a block, up to the state's K (None). At 1 a drafter drafts nothing, plain decoding at its price; its context
+    follows after the last of at most `PLAIN_ROUNDS` rounds, in one pass.
+    """
+    batch, slots = state.accepted_BK.shape
+    width = slots if width is None else width
+    plain = drafter is not None and width == 1
+    head_VD = drafter.head(draft_params, target, params) if drafter is not None and not plain else None
+    unread: tuple[Array, ...] = ()
+    if drafter is not None and plain:
+        taps = len(drafter.config.target_layer_ids) * target.config.hidden_size
+        unread = (jnp.zeros((batch, PLAIN_ROUNDS, taps), jnp.float32), jnp.full((batch, PLAIN_ROUNDS), -1, jnp.int32))
+        max_rounds = jnp.minimum(max_rounds, PLAIN_ROUNDS)
 
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        done_rounds, state = carry
-        return done_rounds + 1, _round(params, draft_params, head_VD, state, target, drafter, rule)
+    def unfinished(carry: tuple[Array, DecodeState, tuple[Array, ...]]) -> Array:
+        rounds, state, _ = carry
+        return (rounds < max_rounds) & ~state.done_B.all()
 
-    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+    def one_round(carry: tuple[Array, DecodeState, tuple[Array, ...]]) -> tuple[Array, DecodeState, tuple[Array, ...]]:
+        rounds, state, unread = carry
+        draft_BJ, q_BJV = jnp.zeros((batch, 0), jnp.int32), None
+        if drafter is not None and not plain:
+            draft_BJ, q_BJV = draft(params, draft_params, head_VD, state, target, drafter, width, rule)
+        state, verified, context = _judge(params, state, draft_BJ, q_BJV, target, drafter, rule)
+        if plain:
+            unread = tuple(jax.lax.dynamic_update_slice_in_dim(x, new, rounds, 1) for x, new in zip(unread, context, strict=True))
+        else:
+            state = _with_context(draft_params, state, drafter, *context)
+        return rounds + 1, _booked(state, verified, draft_BJ.shape[1]), unread
+
+    _, state, unread = jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state, unread))
+    return _with_context(draft_params, state, drafter, *unread) if plain else state

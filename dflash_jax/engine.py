@@ -358,7 +358,7 @@ def _stats(seen: Report, row: int, new: int) -> AcceptanceStats:
     histogram = [int(count) for count in seen.accepted_BK[row]]
     rounds = int(seen.rounds_B[row])
     accepted = sum(k * count for k, count in enumerate(histogram))
-    return AcceptanceStats(rounds, rounds * (len(histogram) - 1), accepted, new - 1, tuple(histogram))
+    return AcceptanceStats(rounds, int(seen.drafted_B[row]), accepted, new - 1, tuple(histogram))
 
 
 def _check_whole(name: str, number: Any, least: int) -> None:

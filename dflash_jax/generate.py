@@ -1,6 +1,6 @@
 """`generate`: token ids in, token ids and acceptance statistics out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.sampling import PerRow, Sampling, sampling_rows
 from dflash_jax.targets import Target
+from dflash_jax.widths import WidthPolicy, WidthTable, decode_by
 
 STREAM_ROUNDS = 4
 STOP_SLOTS = 8
@@ -30,7 +31,7 @@ class AcceptanceStats:
     rounds: int
     """verify passes"""
     drafted: int
-    """drafted tokens, (K - 1) a round"""
+    """drafted tokens: one less than the block's width a round"""
     accepted: int
     """drafted tokens that were emitted"""
     emitted: int
@@ -95,6 +96,7 @@ def generate(
     block_size: int | None = None,
     verify: Rule | None = None,
     audit: bool = False,
+    widths: WidthTable | None = None,
 ) -> Generation:
     """Decode a batch of prompts (lists of token ids). The tokens are the target's own whatever the drafter is.
 
@@ -109,6 +111,9 @@ def generate(
     token; "rejection" or "block", drafts are drawn too and judged by both laws: another sample of the same law. `audit` checks
     while it runs that sampled tokens follow the target's law (`stats.audit`): |z| > 4 says that they do not.
 
+    `widths`: a table of what rounds cost here; then each few rounds take the width up to `block_size` that pays for the acceptance
+    seen, plain decoding if none does. Without one every round has `block_size` slots.
+
     An answer that reaches the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
     """
     sampling = sampling_rows(len(prompts), temperature, top_k, top_p, min_p, seed)
@@ -116,8 +121,9 @@ def generate(
     options = DecodeConfig(max_new_tokens, warmest, block_size=block_size, verify=verify, audit=audit)
     rule = rule_of(options)
     state, lengths = start(target, drafter, prompts, options, stop_token_ids, sampling)
-    draft_params = drafter.params if drafter is not None else ()
-    state = decode(target.params, draft_params, state, jnp.int32(NO_LIMIT), target=target, drafter=drafter, rule=rule)
+    advance = advancing(target, drafter, state, rule, widths)
+    while not bool(state.done_B.all()):
+        state = advance(state, NO_LIMIT)
     return finish(state, lengths, audit)
 
 
@@ -129,9 +135,8 @@ def stream(
     stop_token_ids: Sequence[int] | None = None,
 ) -> Iterator[list[int] | Generation]:
     """Decode one prompt in chunks of a few rounds: yields new token ids as they are committed, then the `Generation`."""
-    rule, rounds = rule_of(options), jnp.int32(STREAM_ROUNDS)
     state, lengths = start(target, drafter, [prompt], options, stop_token_ids)
-    draft_params = drafter.params if drafter is not None else ()
+    advance = advancing(target, drafter, state, rule_of(options), WidthTable(options.widths) if options.widths else None)
     sent = lengths[0]
     while True:
         length, done = int(state.length_B[0]), bool(state.done_B[0])
@@ -141,8 +146,23 @@ def stream(
         if done:
             break
         sent = length
-        state = decode(target.params, draft_params, state, rounds, target=target, drafter=drafter, rule=rule)
+        state = advance(state, STREAM_ROUNDS)
     yield finish(state, lengths, options.audit)
+
+
+def advancing(
+    target: Target, drafter: Drafter | None, state: DecodeState, rule: Rule, widths: WidthTable | None
+) -> Callable[[DecodeState, int], DecodeState]:
+    """The step of a decode loop: takes a state like this one and decodes at most so many rounds, of the width that pays if there is
+    a table of widths. Raises `ConfigError` where the table does not suit."""
+    if drafter is None or widths is None:
+        params = (target.params, drafter.params if drafter is not None else ())
+        models: Any = {"target": target, "drafter": drafter, "rule": rule}
+        return lambda state, rounds: decode(*params, state, jnp.int32(rounds), **models)
+    if state.audit is not None:
+        raise ConfigError("an audit needs blocks of one width: leave out audit or widths")
+    policy = WidthPolicy(widths.costs(target, drafter, state, rule), state.accepted_BK.shape[1])
+    return lambda state, rounds: decode_by(policy, target, drafter, state, rule, rounds)
 
 
 def rule_of(options: DecodeConfig) -> Rule:
@@ -210,8 +230,8 @@ def start(
 
 def finish(state: DecodeState, prompt_lengths: list[int], audit: bool = False) -> Generation:
     """Read a finished state back from the device."""
-    tokens_BL, length_B, stops_BS, rounds_B, accepted_BK = jax.device_get(
-        (state.tokens_BL, state.length_B, state.stops_BS, state.rounds_B, state.accepted_BK)
+    tokens_BL, length_B, stops_BS, rounds_B, drafted_B, accepted_BK = jax.device_get(
+        (state.tokens_BL, state.length_B, state.stops_BS, state.rounds_B, state.drafted_B, state.accepted_BK)
     )
     slots_K = np.arange(accepted_BK.shape[1])
     tokens: list[list[int]] = []
@@ -223,7 +243,8 @@ def finish(state: DecodeState, prompt_lengths: list[int], audit: bool = False) -
         reasons.append("stop" if new[-1] in stops_BS[row] else "length")
         rounds, histogram = int(rounds_B[row]), accepted_BK[row]
         accepted = int((histogram * slots_K).sum())
-        rows.append(AcceptanceStats(rounds, rounds * (len(slots_K) - 1), accepted, len(new) - 1, tuple(int(x) for x in histogram)))
+        counts = (rounds, int(drafted_B[row]), accepted, len(new) - 1)
+        rows.append(AcceptanceStats(*counts, tuple(int(x) for x in histogram)))
     audited = result(state.audit, state.sampling.temperature_B if state.sampling is not None else None) if audit else None
     return Generation(tokens, reasons, GenerationStats(rows, pool(rows), audited))
 

@@ -42,6 +42,7 @@ class Report(NamedTuple):
     length_B: Array
     done_B: Array
     rounds_B: Array
+    drafted_B: Array
     accepted_BK: Array
 
 
@@ -63,6 +64,7 @@ def empty_state(
         draft_cache=drafter.init_cache(batch, capacity) if drafter is not None else (),
         sampling=sampling_rows(batch, 0.0, 0, 1.0, 0.0, 0),
         rounds_B=zeros(),
+        drafted_B=zeros(),
         accepted_BK=jnp.zeros((batch, block_size), jnp.int32),
     )
 
@@ -101,6 +103,7 @@ def prefill_chunk(
         draft_cache=draft_cache,
         sampling=chunk.sampling,
         rounds_B=jnp.zeros_like(row.rounds_B),
+        drafted_B=jnp.zeros_like(row.drafted_B),
         accepted_BK=jnp.zeros_like(row.accepted_BK),
     )
     last_11D = jax.lax.dynamic_slice_in_dim(hidden_1CD, chunk.count - 1, 1, axis=1)
@@ -122,4 +125,4 @@ def report(state: DecodeState, since_B: Int[Array, " B"], *, width: int) -> Repo
     slots_BW = since_B[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     slots_BW = jnp.minimum(slots_BW, state.tokens_BL.shape[1] - 1)
     tokens_BW = jnp.take_along_axis(state.tokens_BL, slots_BW, axis=1)
-    return Report(tokens_BW, state.length_B, state.done_B, state.rounds_B, state.accepted_BK)
+    return Report(tokens_BW, state.length_B, state.done_B, state.rounds_B, state.drafted_B, state.accepted_BK)

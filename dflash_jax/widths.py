@@ -75,7 +75,7 @@ def _case(target: Target, drafter: Drafter, state: DecodeState, rule: Rule) -> s
     models = hashlib.sha256(repr((target.config, drafter.config)).encode()).hexdigest()[:12]
     machine = f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} {platform.machine()} cores, jax {jax.__version__}"
     kind = "greedy" if state.sampling is None else rule
-    return f"{machine}; {target.config.family} {models}, {target.config.dtype}; batch {batch}, context {capacity}; {kind}"
+    return f"{machine}; {target.config.model_type} {models}, {target.config.dtype}; batch {batch}, context {capacity}; {kind}"
 
 
 def candidates(block_size: int) -> list[int]:
@@ -155,3 +155,18 @@ class WidthPolicy:
             self._seen_K[:width] = kept * self._seen_K[:width] + rows
             self._stood_K[:width] = kept * self._stood_K[:width] + reached_K[:width]
         self._since_probe = 0.0 if width == self.widest else self._since_probe + rounds * self.costs[width]
+
+
+def decode_by(
+    policy: WidthPolicy, target: Target, drafter: Drafter, state: DecodeState, rule: Rule, most: int = PLAIN_ROUNDS
+) -> DecodeState:
+    """At most `most` rounds of the width that the policy takes; it learns from what they accepted. The state is donated."""
+    width, limit = policy.next()
+    rounds = min(most, PLAIN_ROUNDS, limit or most)
+    before = jax.device_get((state.accepted_BK, state.rounds_B))
+    models: Any = {"target": target, "drafter": drafter}
+    state = decode(target.params, drafter.params, state, jnp.int32(rounds), rule=rule, width=width, **models)
+    now = jax.device_get((state.accepted_BK, state.rounds_B))
+    accepted_BK, rounds_B = (new - old for new, old in zip(now, before, strict=True))
+    policy.saw(width, int(rounds_B.max()), accepted_BK.sum(axis=0))
+    return state

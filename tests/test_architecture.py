@@ -27,7 +27,7 @@ LAYERS = [
     ["loss", "verify", "tokenizer", "hf_fields", "hf_weights", "prompts", "cli"],
     ["hf_config", "hf_layouts"],
     ["gguf", "decode", "conversations", "optim"],
-    ["hf_drafter", "rows"],
+    ["hf_drafter", "rows", "widths"],
     ["hf_parts"],
     ["hf", "data", "generate", "divergence", "train_step", "metrics"],
     ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring", "request"],

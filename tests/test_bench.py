@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from tiny_models import scripted_drafter
 from tiny_run import MASK, VOCAB, drafter_folder, tiny_run, tiny_target, user, write_lines
@@ -15,6 +16,7 @@ from dflash_jax.conversations import first_messages
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, PromptError
 from dflash_jax.generate import generate
+from dflash_jax.widths import WidthTable
 
 pytestmark = pytest.mark.one_cell
 
@@ -71,45 +73,58 @@ class Clock:
     def __init__(self, seconds, texts):
         self.seconds, self.texts, self.calls = seconds, texts, []
 
-    def __call__(self, target, drafter, prompt, new, block_size):
-        kind, dtype = "speculative" if drafter is not None else "plain", target.config.dtype
-        assert block_size == (3 if kind == "speculative" else None)
-        assert drafter is None or drafter.config.dtype == dtype
+    def __call__(self, target, drafter, prompt, options, widths=None):
+        kind, dtype = "plain", target.config.dtype
+        if drafter is not None:
+            kind = "speculative" if np.any(drafter.params["fuser"]["fc"]["kernel"][...]) else "useless"
+            assert drafter.config.dtype == dtype
+        kind = f"adaptive {kind}" if widths is not None else kind
+        assert options.block_size == 3
         self.calls.append((kind, dtype, prompt[0]))
         tokens = self.texts(kind, dtype, prompt[0])
-        return module.Timing(tokens, len(tokens) - 1, self.seconds[kind, dtype])
+        rounds = len(tokens) - 1 if "useless" in kind else 2
+        return module.Timing(tokens, len(tokens) - 1, self.seconds[kind, dtype], rounds)
 
 
 @pytest.mark.parametrize("plain_best", ["float32", "bfloat16"])
-def test_timing(config, monkeypatch, plain_best):
+def test_timing(config, monkeypatch, plain_best, tmp_path):
     """Each kind is timed in its faster dtype, in turn, and its text is compared in the dtype that was timed."""
     seconds = {
         ("plain", "float32"): 2.0,
         ("plain", "bfloat16"): 4.0,
         ("speculative", "float32"): 3.0,
         ("speculative", "bfloat16"): 1.0,
+        ("useless", "bfloat16"): 6.0,
+        ("adaptive speculative", "bfloat16"): 0.5,
+        ("adaptive useless", "bfloat16"): 1.6,
     }
     if plain_best == "bfloat16":
         seconds["plain", "bfloat16"] = 1.5
 
     def texts(kind, dtype, prompt):
         """bfloat16 has another text than float32; prompt 4 has another one in wide passes."""
-        return [prompt, dtype == "bfloat16", prompt == 4 and kind == "speculative", 0, 0]
+        return [prompt, int(dtype == "bfloat16"), int(prompt == 4 and kind == "speculative"), 0, 0]
 
     clock = Clock(seconds, texts)
     monkeypatch.setattr(module, "time_decoding", clock)
-    config = dataclasses.replace(config, decode=DecodeConfig(block_size=3))
+    config = dataclasses.replace(config, decode=DecodeConfig(block_size=3, widths=str(tmp_path / "widths.json")))
     result = module._speed(tiny_target(), config, [[i, i] for i in range(5)])
     assert (result["plain_dtype"], result["dtype"]) == (plain_best, "bfloat16")
     assert result["plain_tokens_per_second"] == pytest.approx(4 / seconds["plain", plain_best], abs=0.01)
     assert result["tokens_per_second"] == pytest.approx(4.0)
     assert result["speedup"] == pytest.approx(seconds["plain", plain_best], abs=1e-3)
     assert result["identical_timed"] == pytest.approx(4 / 5)
+    assert result["diverged_beyond_rounding"] == 1, "the two tokens are no near-tie in the tiny target"
+    assert result["break_even_acceptance_length"] == pytest.approx(6 / seconds["plain", plain_best], abs=1e-3)
+    assert result["adaptive_speedup"] == pytest.approx(2 * seconds["plain", plain_best], abs=1e-3)
+    assert result["adaptive_speedup_of_a_useless_drafter"] == pytest.approx(seconds["plain", plain_best] / 1.6, abs=1e-3)
     trial = [(kind, dtype, i) for i in range(3) for dtype in ("float32", "bfloat16") for kind in ("plain", "speculative")]
     assert clock.calls[:12] == trial
     timed = [call for call in clock.calls[12:] if call[2] >= 3]
     twin = [("plain", "bfloat16")] if plain_best == "float32" else []  # what the text is compared with; not in the rate
-    assert [call[:2] for call in timed] == 2 * [("plain", plain_best), ("speculative", "bfloat16"), *twin]
+    others = [(kind, "bfloat16") for kind in ("useless", "adaptive speculative", "adaptive useless")]
+    assert [call[:2] for call in timed] == 2 * [("plain", plain_best), ("speculative", "bfloat16"), *others, *twin]
+    assert len([call for call in clock.calls if call[0] == "adaptive useless"]) == 5
 
 
 def test_pooled_and_macro(config, capsys, monkeypatch):
@@ -214,13 +229,30 @@ def test_refused_measurements(tmp_path, changes, kind, message):
         bench(tiny_run(tmp_path / "r", **({"drafter__path": drafter_folder(), "bench__prompts": [prompts]} | changes)))
 
 
-def test_time_is_that_of_decoding_alone(config):
+def test_time_is_that_of_decoding_alone(tmp_path):
     """Timed and untimed decoding give the same text; the prefill's token is not counted."""
     target = tiny_target()
     prompt = target.tokenizer.encode_chat([user("a")])
     drafter = Drafter(*(getattr(module.load_drafter(drafter_folder(), target, dtype="float32"), n) for n in ("config", "params")))
-    for d in (None, drafter):
-        timing = module.time_decoding(target, d, prompt, NEW, None)
+    table = WidthTable(tmp_path / "widths.json")
+    for d, widths in ((None, None), (drafter, None), (drafter, table)):
+        timing = module.time_decoding(target, d, prompt, DecodeConfig(max_new_tokens=NEW, block_size=3), widths)
         assert timing.tokens == generate(target, None, [prompt], max_new_tokens=NEW).tokens[0]
         assert timing.emitted == len(timing.tokens) - 1
         assert timing.seconds > 0
+        assert timing.rounds <= timing.emitted
+    assert table.path.exists()
+
+
+@pytest.mark.usefixtures("one_dtype")
+@pytest.mark.parametrize("rule", ["match", "block"])
+def test_sampled(config, capsys, rule):
+    """A sample of `match` is compared with the plain one of the same seed; the other rules' samples are their own."""
+    how = DecodeConfig(temperature=0.9, top_p=0.95, seed=4, verify=rule)
+    assert bench(dataclasses.replace(config, decode=how)) == 0
+    _, result = report(capsys)
+    assert (result["temperature"], result["verify"]) == (0.9, rule)
+    assert result["identical"] is (True if rule == "match" else None)
+    assert result["identical_prompts"] == (3 if rule == "match" else None)
+    assert (result["identical_timed"] is None) == (rule == "block")
+    assert result["acceptance_length"] >= 1
