@@ -1,6 +1,7 @@
 """The device loop: what a commit appends, what holds between rounds, and what it costs (compilations, copies, transfers)."""
 
 import itertools
+import time
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import reference
 from tiny_models import (
     BLOCK,
     CONTEXT,
+    HIDDEN,
     TAPS,
     constant_drafter,
     dense_drafter,
@@ -214,3 +216,42 @@ def test_the_loop_never_leaves_the_device():
     with jax.transfer_guard("disallow"):
         state = decode(target.params, drafter.params, state, limit, target=target, drafter=drafter)
     assert bool(state.done_B.all())
+
+
+def products(jaxpr):
+    """Shapes of the operands of every matrix product, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(operand.aval.shape for operand in equation.invars)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+def test_context_is_projected_once_a_verified_token():
+    """A round multiplies weights with the rows of its own block only: of the context so far nothing is projected again."""
+    target, drafter = dense_target(), dense_drafter(head_dim=6, mlp_dim=20)
+    state, _ = start(target, drafter, [random_prompt(0, 4)], DecodeConfig(14))
+    program = decode.trace(target.params, drafter.params, state, jnp.int32(9), target=target, drafter=drafter).jaxpr
+    with_weights = [(left, right) for left, right in products(program.jaxpr) if len(left) == len(right) == 2]
+    assert {left[0] for left, _ in with_weights} == {BLOCK, BLOCK - 1}, "the head's rows are those of the drafted slots"
+    keys_and_values = [right for _, right in with_weights if right == (HIDDEN, 12)]
+    assert len(keys_and_values) == 8, "of the context and of the block, in each of two layers"
+
+
+def test_a_round_costs_the_same_however_many_there_were():
+    target, drafter = dense_target(), dense_drafter()
+
+    def seconds(rounds):
+        state, _ = start(target, drafter, [random_prompt(0, 4)], DecodeConfig(120), [])
+        jax.block_until_ready(state)
+        before = time.perf_counter()
+        state = jax.block_until_ready(decode(target.params, drafter.params, state, rounds, target=target, drafter=drafter))
+        assert int(state.rounds_B[0]) == int(rounds)
+        return (time.perf_counter() - before) / int(rounds)
+
+    few, many = jnp.int32(12), jnp.int32(96)
+    seconds(few)
+    times = [(seconds(few), seconds(many)) for _ in range(15)]
+    assert min(t for _, t in times) < 1.3 * min(t for t, _ in times)
