@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 # Read when jax starts its backend, so they come before the first use of jax.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -14,6 +15,13 @@ jax.config.update("jax_platforms", "cpu")  # a plugin may have imported jax befo
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "float32")
+
+# Tests spend most of their time compiling, and the workers and files of a run share many programs. With a size limit there is a
+# lock, so that no worker reads what another is still writing.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Training steps are large programs that tests run a few times: optimising them costs more than half of a test's time. Decoding is
 # tested as users compile it, because its promise of equal tokens is about optimised programs.

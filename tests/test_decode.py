@@ -76,6 +76,7 @@ def test_every_stop_tau_cap_and_done():
         draft_cache=(),
         sampling=None,
         rounds_B=zeros,
+        drafted_B=zeros,
         accepted_BK=jnp.zeros((batch, SLOTS), jnp.int32),
     )
     tokens_BK, tau_B = (jnp.asarray(x, jnp.int32) for x in ([r[0] for r in rows], [r[1] for r in rows]))
