@@ -1,8 +1,8 @@
 """Decoding in one device loop: draft a block, verify it, commit what stands, until every row is done.
 
 Between rounds one invariant holds, for `n = length_B[r]` committed tokens of row r: the target cache covers positions 0..n-2, the
-drafter's context cache too, and token n-1 (the anchor: known, not yet seen by the target) opens the next block. Plain decoding is
-the same loop with blocks of one slot.
+drafter's context cache too (the newest of them in a layer with a window), and token n-1 (the anchor: known, not yet seen by the
+target) opens the next block. Plain decoding is the same loop with blocks of one slot.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from dflash_jax.verify import Verified, verify_block, verify_jointly, verify_rej
 
 
 class DecodeState(NamedTuple):
-    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity."""
+    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the capacity of caches."""
 
     tokens_BL: Array
     """committed tokens, prompt included; what lies at or past length_B means nothing"""
