@@ -2,6 +2,8 @@
 
 Batch 1 on a `tensor` axis of four needs two sums a layer (after attention, after the MLP), the embedding rows of anchor, mask token
 and block, and the best token of each slot, of drafter and target. Nothing is allocated: parameters and state are shapes.
+
+Jax 0.10.2 sends more: for the best token it gathers all logits. So this holds for the newest jax only.
 """
 
 import dataclasses
