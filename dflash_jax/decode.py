@@ -1,8 +1,8 @@
 """Decoding in one device loop: draft a block, verify it, commit what stands, until every row is done.
 
 Between rounds one invariant holds, for `n = length_B[r]` committed tokens of row r: the target cache covers positions 0..n-2, the
-drafter's context cache too, and token n-1 (the anchor: known, not yet seen by the target) opens the next block. Plain decoding is
-the same loop with blocks of one slot.
+drafter's context cache too (the newest of them in a layer with a window), and token n-1 (the anchor: known, not yet seen by the
+target) opens the next block. Plain decoding is the same loop with blocks of one slot.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ PLAIN_ROUNDS = 16
 
 
 class DecodeState(NamedTuple):
-    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the caches' capacity.
+    """Everything a round reads and writes; all shapes are fixed. L is the token buffer's length, also the capacity of caches.
 
     The row is the first axis of every array, those of the caches too. A row that is done stays bit for bit as it is.
     """

@@ -41,7 +41,7 @@ from dflash_jax.hf_weights import (
     to_numpy_dtype,
 )
 from dflash_jax.model_config import Dtype, TargetConfig
-from dflash_jax.sharding import spec
+from dflash_jax.sharding import mesh_of, spec
 from dflash_jax.targets.base import Target
 from dflash_jax.targets.dense import DenseTarget, abstract_decoder
 from dflash_jax.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
     It may be in z-lab's layout (the old schema or the new one), in speculators' or in that of the Muse assistant: docs/formats.md.
 
     Args:
-        target: the model it drafts for.
+        target: the model it drafts for; the drafter is spread over the mesh of its parameters, if they have one.
         dtype: what parameters are stored in and products computed in; None follows the target.
     Raises:
         CheckpointError: missing or damaged files, a field or tensor that is missing or unknown, or a drafter with parts that we do
@@ -130,7 +130,7 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
         raise ConfigError(f"{where}: {error}") from None
     abstract = nnx.state(abstract_drafter(config), nnx.Param)
     files = own_tensors(tensors, config)
-    return Drafter(config, fill_state(abstract, files, str(folder), operand_dtype, rename=_file_name))
+    return Drafter(config, fill_state(abstract, files, str(folder), operand_dtype, _placement(mesh_of(target.params)), _file_name))
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, dtype: str = "bfloat16") -> None:

@@ -75,5 +75,11 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree, is_leaf=_is_variable)
 
 
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that parameters are spread over; None when they are on one device without a mesh."""
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(params) if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
+    return meshes[0] if meshes else None
+
+
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)

@@ -2,6 +2,8 @@
 
 Batch 1 on a `tensor` axis of four needs two sums a layer (after attention, after the MLP), the embedding rows of anchor, mask token
 and block, and the best token of each slot, of drafter and target. Nothing is allocated: parameters and state are shapes.
+
+Jax 0.10.2 sends more: for the best token it gathers all logits. So this holds for the newest jax only.
 """
 
 import dataclasses
@@ -70,7 +72,7 @@ def instructions(text, inside=""):
         match = re.match(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([a-z-]+)\(", line)
         if match and reading:
             sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w\[([\d,]*)\]", match[1])]
-            found.append((match[2].removesuffix("-start"), sizes))
+            found.append((match[2], sizes))
     return found
 
 
@@ -79,8 +81,8 @@ def check(program, caches, target_config, drafter_config, cache_copies_in_entry)
     block, width = drafter_config.block_size, target_config.hidden_size
 
     sent = Counter()
-    for kind, sizes in instructions(text):
-        if kind in KINDS:
+    for name, sizes in instructions(text):
+        if (kind := name.removesuffix("-start")) in KINDS:
             sent[kind] += len(sizes)
             assert max(sizes) <= (block * width if kind == "all-reduce" else block * DEVICES), f"{kind} of {sizes}"
     layers = target_config.num_layers + drafter_config.num_draft_layers
@@ -91,10 +93,13 @@ def check(program, caches, target_config, drafter_config, cache_copies_in_entry)
 
     (body,) = re.findall(r" while\(.*body=(%[\w.-]+)", text[text.index("\nENTRY") :])
     one_cache = caches // 2 // layers // jnp.dtype(target_config.dtype).itemsize
-    copies = {
-        where: [s for op, (s, *_) in instructions(text, where) if op == "copy" and s > block * width] for where in (body, "ENTRY")
-    }
-    assert copies == {body: [], "ENTRY": [one_cache] * cache_copies_in_entry}
+    kernel = width * target_config.num_kv_heads * target_config.head_dim // DEVICES  # the smallest one
+
+    def copies(where, at_least):
+        return [size for name, (size, *_) in instructions(text, where) if name == "copy" and size >= at_least]
+
+    assert copies(body, one_cache) == [], "a cache is copied in every round"
+    assert copies("ENTRY", min(one_cache, kernel)) == [one_cache] * cache_copies_in_entry
 
 
 def test_on_four_cpu_devices():

@@ -7,14 +7,14 @@ import pytest
 from jax import P
 from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
-from dflash_jax.config import MeshConfig, OptimConfig
+from dflash_jax.config import DecodeConfig, MeshConfig, OptimConfig
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
-from dflash_jax.generate import generate
+from dflash_jax.generate import generate, start
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.model_config import DFlashConfig, RopeConfig
 from dflash_jax.optim import optimizer
-from dflash_jax.sharding import make_mesh, replicated_dimensions, shardings, spec
+from dflash_jax.sharding import make_mesh, mesh_of, replicated_dimensions, shardings, spec
 from dflash_jax.train_step import init_state, place_batch
 
 DRAFTER = DFlashConfig(
@@ -152,18 +152,34 @@ def test_refused_meshes(config, message):
         make_mesh(config, jax.devices()[:8])
 
 
-def test_decoding_on_a_mesh():
-    """Target and drafter spread over 1 x 2 x 2 devices: the tokens of one device, plain and speculative."""
-    where = mesh(1, 2, 2)
-    spread = load_target(target_folder(), dtype="float32", mesh=where)
-    embedding = spread.params["embed_tokens"][...]
-    assert len(embedding.sharding.device_set) == 4
+@pytest.fixture(scope="module")
+def answers():
+    """Prompts, and what one device answers, plain and speculative."""
     one = tiny_target()
-    drafter = load_drafter(drafter_folder(), one, dtype="float32")
-    placed = Drafter(drafter.config, jax.device_put(drafter.params, shardings(drafter.params, where)))
     prompts = [one.tokenizer.encode_chat([user(text)]) for text in ("a", "hello")]
-    wanted = generate(one, None, prompts, max_new_tokens=12)
-    assert generate(spread, None, prompts, max_new_tokens=12).tokens == wanted.tokens
-    fast = generate(spread, placed, prompts, max_new_tokens=12)
-    assert fast.tokens == wanted.tokens
-    assert fast.stats == generate(one, drafter, prompts, max_new_tokens=12).stats
+    drafter = load_drafter(drafter_folder(), one)
+    return prompts, *(generate(one, d, prompts, max_new_tokens=12) for d in (None, drafter))
+
+
+# On four devices the two key/value heads do not divide: their projections are split within a head.
+@pytest.mark.parametrize("sizes", [(1, 2, 2), pytest.param((1, 1, 4), marks=pytest.mark.one_cell)], ids=str)
+def test_decoding_on_a_mesh(answers, sizes):
+    """Target and drafter spread over four devices: the tokens and the acceptance of one device."""
+    prompts, plain, speculative = answers
+    where = mesh(*sizes)
+    target = load_target(target_folder(), dtype="float32", mesh=where)
+    drafter = load_drafter(drafter_folder(), target)
+    assert mesh_of(target.params) == where
+    assert jax.tree.map(lambda x: x.sharding, drafter.params) == shardings(drafter.params, where)
+    assert generate(target, drafter, prompts, max_new_tokens=12) == speculative
+    assert speculative.tokens == plain.tokens
+    if sizes == (1, 2, 2):
+        assert generate(target, None, prompts, max_new_tokens=12) == plain
+        state, _ = start(target, drafter, prompts, DecodeConfig(12))
+        for cache in jax.tree.leaves((state.target_cache, state.draft_cache)):
+            assert cache.sharding.shard_shape(cache.shape)[1] == cache.shape[1] // 2, "a cache is not split by its heads"
+
+
+def test_parameters_without_a_mesh():
+    assert mesh_of(tiny_target().params) is None
+    assert mesh_of({"shape": jax.ShapeDtypeStruct((2,), jnp.float32)}) is None

@@ -98,7 +98,7 @@ def propose(block_BKD, positions_BK, cache):
     return drafter.propose(drafter.params, block_BKD, positions_BK, cache)
 
 
-@pytest.mark.parametrize("size", [80, 40, 7])
+@pytest.mark.parametrize("size", [80, 7])
 def test_contexts_read_in_chunks(size):
     """Chunks longer and shorter than the rings, the last one padded, in rows of unequal lengths: as the formulas say in float64."""
     drafter, lengths = dense_drafter(**DRAFTERS["two windows"]), np.array([75, 22, 5], np.int32)
