@@ -22,7 +22,8 @@ from dflash_jax.request import TextWatch
 from dflash_jax.rows import freeze, prefill_chunk, report
 
 TOKENS, MAX_LEN, CHUNK, ROUNDS, SLOTS = 5, 110, 16, 2, 3
-DENSE, DENSE_DRAFTER = dense_target(vocab_size=TOKENS), dense_drafter(vocab_size=TOKENS, mask_token_id=4)
+DENSE = dense_target(vocab_size=TOKENS)
+DENSE_DRAFTER = dense_drafter(vocab_size=TOKENS, mask_token_id=4, num_draft_layers=1, sliding_window=(None,), causal=(False,))
 
 
 def small_table(vocab=TOKENS, script=None, tokenizer=None):
@@ -77,9 +78,9 @@ GREEDY = [
 WARM = {"temperature": 0.8, "max_new_tokens": 20}
 SAMPLED = [
     (prompt(5, 12), WARM | {"seed": 3}),
-    (prompt(6, 50), WARM | {"seed": 4, "top_k": 3, "stop_token_ids": [0]}),
-    (prompt(7, 17), WARM | {"seed": 5, "top_p": 0.7, "max_new_tokens": 2}),
-    (prompt(8, 64), WARM | {"seed": 6, "min_p": 0.1, "temperature": 1.4}),
+    (prompt(6, 15), WARM | {"seed": 4, "top_k": 3, "stop_token_ids": [0]}),
+    (prompt(7, 16), WARM | {"seed": 5, "top_p": 0.7, "max_new_tokens": 2}),
+    (prompt(8, 2), WARM | {"seed": 6, "min_p": 0.1, "temperature": 1.4}),
 ]
 MIXED = [case for pair in zip(GREEDY, SAMPLED, strict=True) for case in pair]
 
@@ -100,6 +101,7 @@ def answers():
 # Equal to generate
 
 
+@pytest.mark.one_cell
 def test_requests_equal_generate(answers):
     for request, (_, arguments) in zip(answers[0], MIXED, strict=True):
         assert_equals_generate(request, DENSE, DENSE_DRAFTER, arguments)
@@ -107,25 +109,19 @@ def test_requests_equal_generate(answers):
     assert sum(request.stats.accepted for request in answers[0]) > 20
 
 
+@pytest.mark.one_cell
 def test_requests_of_all_kinds_share_their_programs(answers):
-    assert answers[1] == [1, 1, 1], "prompt lengths, limits and samplings are data, not shapes"
+    assert max(answers[1]) <= 1, "prompt lengths, limits and samplings are data, not shapes"
 
 
-@pytest.mark.parametrize("rule", ["plain", "match", "rejection", "block"])
-def test_every_rule_and_plain_decoding_equal_generate(rule):
-    target, drafter = small_table(), None if rule == "plain" else DENSE_DRAFTER
-    verify = None if rule == "plain" else rule
-    engine = make(target, drafter, verify=verify)
-    cases = [(text[:15], arguments) for text, arguments in SAMPLED]
+def test_plain_decoding_equals_generate():
+    target = small_table()
+    engine = make(target, None)
+    cases = [GREEDY[0], *SAMPLED]
     requests = [engine.submit(text, **arguments) for text, arguments in cases]
-    greedy = engine.submit(prompt(1, 9), max_new_tokens=30)
     engine.run()
     for request, (_, arguments) in zip(requests, cases, strict=True):
-        assert_equals_generate(request, target, drafter, arguments, verify=verify)
-    text = list(greedy.prompt)
-    while len(text) < 39:
-        text.append(target.next_token(text))
-    assert greedy.tokens == text[9:]
+        assert_equals_generate(request, target, None, arguments)
 
 
 def test_limits():
@@ -146,27 +142,29 @@ def test_limits():
 # Independence
 
 
+@pytest.mark.one_cell
 def test_a_request_gets_the_same_bits_alone_and_in_company():
     """Alone in slot 0; then in slot 2 after another tenant, beside long sampled neighbours, admitted later."""
-    text, arguments = SAMPLED[1]
+    text, arguments = prompt(9, 50), {"max_new_tokens": 40, "temperature": 0.8, "top_k": 3, "seed": 4}
     alone = make(reuse_prefixes=False)
     first = alone.submit(text, **arguments)
     alone.run()
     crowd = make(reuse_prefixes=False)
-    for seed, new in ((20, 40), (21, 40), (22, 3)):
-        crowd.submit(prompt(seed, 50), new, temperature=1.0, top_p=0.9, seed=seed)
-    while crowd._slots[2].request is None or crowd._slots[2].request.finish_reason is None:
+    others = [
+        crowd.submit(prompt(seed, 40), new, temperature=1.0, top_p=0.9, seed=seed) for seed, new in ((20, 70), (21, 70), (22, 3))
+    ]
+    while not others[2].done:
         crowd.step()
-        if crowd._slots[2].request is None and crowd._slots[2].used:
-            break
     second = crowd.submit(text, **arguments)
     crowd.step()
     assert [slot.request is second for slot in crowd._slots] == [False, False, True]
     crowd.run()
+    assert first.stats.accepted > 5
     assert outcome(first) == outcome(second)
     assert_same_bits(row_leaves(crowd, 2), row_leaves(alone, 0))
 
 
+@pytest.mark.one_cell
 def test_a_done_row_keeps_every_bit():
     engine = make(reuse_prefixes=False)
     short, long = engine.submit(prompt(1, 5), 2), engine.submit(prompt(2, 5), 40)
@@ -180,6 +178,7 @@ def test_a_done_row_keeps_every_bit():
     assert_same_bits(row_leaves(engine, 0), before)
 
 
+@pytest.mark.one_cell
 def test_nothing_of_the_last_tenant_remains():
     """Not even numbers that are not finite."""
     engine = make(reuse_prefixes=False)
@@ -193,7 +192,7 @@ def test_nothing_of_the_last_tenant_remains():
 
 def test_a_long_prompt_stalls_nobody():
     """Live rows get tokens in every step while it is read, and a short prompt that comes later waits for one piece of it."""
-    engine = make(reuse_prefixes=False)
+    engine = make(small_table(), None, reuse_prefixes=False)
     live = engine.submit(prompt(1, 4), 60)
     engine.step()
     long = engine.submit(prompt(2, 6 * CHUNK), 3)
@@ -222,6 +221,7 @@ def computed_anew(text, **arguments):
     return request
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("reach", [None, 7])
 def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
     """Tokens and acceptance are those without reuse. A drafter that keeps the newest positions only gets those filled again."""
@@ -242,6 +242,7 @@ def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
     assert outcome(neighbour) == outcome(computed_anew(neighbour.prompt, max_new_tokens=70))
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("source", ["live", "free", "beside"])
 def test_a_shared_beginning_is_copied(source):
     """From a row that decodes, from one that is free, and from one whose prompt is being read at the same time."""
@@ -258,6 +259,7 @@ def test_a_shared_beginning_is_copied(source):
     assert first.reused_tokens + second.reused_tokens >= (2 * CHUNK if source == "beside" else len(SYSTEM))
 
 
+@pytest.mark.one_cell
 def test_the_same_prompt_again_reads_its_last_token():
     engine = make()
     first = engine.submit(SYSTEM, 10)
@@ -300,20 +302,18 @@ def test_text_stops_where_decoding_everything_again_finds_the_string(strings):
 
 @pytest.fixture(scope="module")
 def speaking():
-    """A target that says a text, a drafter that knows it, and where the text begins."""
+    """A target that says a text, and a drafter that knows it."""
     tokenizer = tiny_tokenizer()
     said = tokenizer.encode("hello 12 and\n\nhé, then hello again and much more of this until the end")
     vocab = 270
-    target = small_table(vocab, script={4 + i: token for i, token in enumerate(said)}, tokenizer=tokenizer)
-    script = [0] * 4 + said
-    drafter = scripted_drafter([script] * 2, vocab_size=vocab, mask_token_id=3)
-    return target, drafter, tokenizer, said
+    target = small_table(vocab, {4 + i: token for i, token in enumerate(said)}, tokenizer)
+    return target, scripted_drafter([[0] * 4 + said] * 2, vocab_size=vocab, mask_token_id=3), tokenizer, said
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
     target, drafter, tokenizer, said = speaking
-    engine = make(target, drafter, max_batch=2, rounds_per_step=rounds)
+    engine = make(target, drafter, max_batch=2, rounds_per_step=rounds, verify="block")  # greedy rows of any rule are greedy
     one = engine.submit([7, 8, 9, 10], 40, stop=["then hell", "zzz"])
     two = engine.submit([7, 8, 9, 11], 40, stop="\nh")
     pieces = list(one.stream_text())
@@ -333,14 +333,14 @@ def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
 
 
 def test_streamed_ids_are_the_tokens(speaking):
-    target, _, tokenizer, said = speaking
-    engine = make(target, None, max_batch=2)
-    request = engine.submit([7, 8, 9, 10], 12)
+    target, drafter, tokenizer, said = speaking
+    engine = make(target, drafter, max_batch=2, rounds_per_step=1, verify="block")
+    request = engine.submit([7, 8, 9, 10], 22)
     pieces = list(request.stream())
-    assert len(pieces) > 3
-    assert [token for piece in pieces for token in piece] == request.tokens == said[:12]
+    assert [len(piece) for piece in pieces] == [7, 6, 6, 3]
+    assert [token for piece in pieces for token in piece] == request.tokens == said[:22]
     assert list(request.stream()) == [request.tokens]
-    assert "".join(request.stream_text()) == request.text == tokenizer.decode(said[:12])
+    assert "".join(request.stream_text()) == request.text == tokenizer.decode(said[:22])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -499,21 +499,22 @@ def test_an_engine_needs_whole_sizes(name):
 
 def test_programs_are_few_whatever_is_asked():
     counts = [f._cache_size() for f in (prefill_chunk, decode, report, freeze)]
-    engine = make(small_table(), None, prefill_chunk=40)
+    engine = make(small_table(), None, prefill_chunk=24)
     for length in (1, 2, 15, 16, 17, 31, 39, 40, 41, 79, 100):
         engine.submit(prompt(length, length), 1 + length % 9, temperature=length % 2 * 0.5, top_k=length % 3, stop_token_ids=[0])
     engine.submit(prompt(0, 3)).cancel()
     engine.run()
     programs = [f._cache_size() - n for f, n in zip((prefill_chunk, decode, report, freeze), counts, strict=True)]
-    assert programs[0] <= 3, "16, 32 and 40"
+    assert programs[0] <= 2, "16 and 24"
     assert all(n <= 1 for n in programs[1:])
 
 
+@pytest.mark.one_cell
 def test_reading_a_prompt_moves_one_row(monkeypatch):
     """The state is updated in place, and no more than a few rows exist beside it."""
     seen = []
     monkeypatch.setattr(engine_module, "prefill_chunk", lambda *args, **kwargs: seen.append((args, kwargs)) or 1 / 0)
-    engine = make(max_batch=16)
+    engine = make(drafter=None, max_batch=16)
     engine.submit([1, 2])
     with pytest.raises(ZeroDivisionError):
         engine.step()
