@@ -178,7 +178,7 @@ class Engine:
         if self._broken is not None:
             raise EngineError(f"a step of this engine failed ({self._broken!r}): make a new Engine") from self._broken
 
-    def _check_stop_tokens(self, ids: Collection[int] | None) -> tuple[int, ...]:
+    def _check_stop_tokens(self, ids: Any) -> tuple[int, ...]:
         if not isinstance(ids, Collection | None):
             raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
         vocab = self.target.config.vocab_size
@@ -190,7 +190,7 @@ class Engine:
             raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
         return stops
 
-    def _check_stop_strings(self, stop: str | Collection[str] | None) -> tuple[str, ...]:
+    def _check_stop_strings(self, stop: Any) -> tuple[str, ...]:
         if not isinstance(stop, Collection | None):
             raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
