@@ -77,9 +77,11 @@ class Engine:
         self._slots = [Slot(row) for row in range(max_batch)]
         self._waiting: deque[Request] = deque()
         self._queue_lock = threading.Lock()
-        self._step_lock = threading.RLock()
+        self._step_lock = threading.Lock()
         self._stepped = threading.Condition()
         self._steps = 0
+        """steps that are over; changes after the step's lock is free, so who finds the lock taken will see a change"""
+        self._clock = 0
         self._unread = False
         """the device has gone on since the host last looked"""
         self._in_books = False
@@ -138,20 +140,8 @@ class Engine:
         A KeyboardInterrupt leaves the engine usable unless it took the state away; after any other error it is broken, says so in
         every later call, and must be made anew.
         """
-        with self._step_lock:
-            self._check_works()
-            self._in_books = True
-            try:
-                return self._step()
-            except BaseException as error:
-                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
-                if lost or self._in_books or not isinstance(error, KeyboardInterrupt):
-                    self._broken = error
-                raise
-            finally:
-                with self._stepped:
-                    self._steps += 1
-                    self._stepped.notify_all()
+        self._step_lock.acquire()
+        return self._step_and_unlock()
 
     def run(self) -> list[Request]:
         """Step until idle; returns the requests that were unfinished before, in the order in which they were submitted."""
@@ -165,10 +155,7 @@ class Engine:
         """For `Request.stream`: see `Request`."""
         if after is not None:
             if self._step_lock.acquire(blocking=False):
-                try:
-                    self.step()
-                finally:
-                    self._step_lock.release()
+                self._step_and_unlock()
             else:  # queueing for the lock could starve beside a thread that does nothing but step
                 with self._stepped:
                     self._stepped.wait_for(lambda: self._steps != after)
@@ -204,7 +191,26 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
     # A step. `_state` always holds the newest state: programs consume the old one.
 
+    def _step_and_unlock(self) -> bool:
+        try:
+            self._check_works()
+            self._in_books = True
+            return self._step()
+        except EngineError:
+            raise
+        except BaseException as error:
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+            if lost or self._in_books or not isinstance(error, KeyboardInterrupt):
+                self._broken = error
+            raise
+        finally:
+            self._step_lock.release()
+            with self._stepped:
+                self._steps += 1
+                self._stepped.notify_all()
+
     def _step(self) -> bool:
+        self._clock += 1
         if self._unread:  # an interrupt came before the last look
             self._look()
         self._drop_cancelled()
@@ -259,7 +265,7 @@ class Engine:
             if 2 * shared[best.row] > len(best.text):
                 slot = best
             slot.read = self._usable(shared[slot.row])
-            slot.request, slot.used = request, self._steps
+            slot.request, slot.used = request, self._clock
 
     def _next(self, reading: list[Slot]) -> Slot:
         """Whose prompt is read: by turns the one with least left, so that short ones wait for one piece, and the oldest."""
@@ -268,7 +274,7 @@ class Engine:
         def rank(slot: Slot) -> tuple[int, int]:
             request = requests[slot.row]
             assert request is not None
-            return (0 if self._steps % 2 else len(request.prompt) - slot.read), request.id
+            return (0 if self._clock % 2 else len(request.prompt) - slot.read), request.id
 
         return min(reading, key=rank)
 
@@ -281,7 +287,7 @@ class Engine:
             usable = self._usable(self._shared(request, other)) if other is not slot else 0
             if usable > start:
                 source, start = other, usable
-        source.used = self._steps
+        source.used = self._clock
         tokens = request.prompt[start : start + self._chunk]
         tokens_C = np.zeros((self._padded(len(tokens)),), np.int32)
         tokens_C[: len(tokens)] = tokens
@@ -349,7 +355,7 @@ class Engine:
     def _release(self, slot: Slot, reason: Any) -> None:
         request = slot.request
         assert request is not None
-        slot.old_text, slot.request, slot.used = slot.text, None, self._steps
+        slot.old_text, slot.request, slot.used = slot.text, None, self._clock
         request.finish(reason)
 
 

@@ -377,8 +377,9 @@ def test_cancelling():
     assert_equals_generate(again, small_table(), None, {"max_new_tokens": 5})
 
 
-def test_threads():
-    """Two threads submit and stream, a third steps."""
+@pytest.mark.parametrize("served", [True, False])
+def test_threads(served):
+    """Two threads submit and stream; a third steps, or they drive the engine themselves."""
     target = small_table()
     engine = make(target, None)
     outs, stop = {}, threading.Event()
@@ -394,12 +395,13 @@ def test_threads():
 
     threads = [threading.Thread(target=ask, args=(first,)) for first in (100, 200)]
     server = threading.Thread(target=serve)
-    for thread in (*threads, server):
+    for thread in (*threads, server) if served else threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     stop.set()
-    server.join(60)
+    if served:
+        server.join(60)
     assert len(outs) == 8
     for seed, tokens in outs.items():
         text = prompt(seed, 3 + seed % 5)
