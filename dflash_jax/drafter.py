@@ -196,9 +196,12 @@ class Drafter:
         c = self.config
         return init_cache(c.num_draft_layers, batch, capacity, c.num_kv_heads, c.head_dim, c.dtype)
 
-    def context_reach(self) -> int | None:
-        """How many of the newest context positions the cache keeps; None: all of them."""
-        return None
+    def kept_context(self, prefix: int, newest: int) -> int:
+        """How many of a row's first `prefix` positions need not be written again before it goes on from there.
+
+        `newest` is the last position ever written in that row, rejected ones included.
+        """
+        return prefix
 
     def extend_context(
         self, params: Any, taps_BTM: Float[Array, "B T M"], positions_BT: Int[Array, "B T"], cache: KVCache

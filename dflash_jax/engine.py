@@ -71,7 +71,6 @@ class Engine:
         self._news = 1 + rounds_per_step * self._block_size  # most tokens that a row gets in a step: its first one, then blocks
         self._chunk = prefill_chunk
         self._reuse = reuse_prefixes
-        self._reach = drafter.context_reach() if drafter is not None else None
         capacity = -(-(self.max_len + self._block_size) // 128) * 128
         self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
         self._slots = [Slot(row) for row in range(max_batch)]
@@ -264,7 +263,7 @@ class Engine:
             # The next turn of a chat goes on in its own row; one that shares less is copied, and the old text can serve again.
             if 2 * shared[best.row] > len(best.text):
                 slot = best
-            slot.read = self._usable(shared[slot.row])
+            slot.read = self._usable(request, slot)
             slot.request, slot.used = request, self._clock
 
     def _next(self, reading: list[Slot]) -> Slot:
@@ -284,7 +283,7 @@ class Engine:
         assert request is not None
         source, start = slot, slot.read
         for other in self._slots:
-            usable = self._usable(self._shared(request, other)) if other is not slot else 0
+            usable = self._usable(request, other) if other is not slot else 0
             if usable > start:
                 source, start = other, usable
         source.used = self._clock
@@ -308,6 +307,7 @@ class Engine:
             self._state = prefill_chunk(self.target.params, self._draft_params, self._state, chunk, **models)
         request.read_tokens += len(tokens)
         slot.read = start + len(tokens)
+        slot.newest = max(slot.read - 1, source.newest if start else 0)
 
     def _padded(self, count: int) -> int:
         """A whole chunk, or a power of two below it: few programs."""
@@ -316,9 +316,10 @@ class Engine:
     def _shared(self, request: Request, slot: Slot) -> int:
         return slot.shared(request.prompt) if self._reuse else 0
 
-    def _usable(self, shared: int) -> int:
-        """Where reading begins after a hit: a drafter that keeps the newest positions only needs those filled again."""
-        return shared if self._reach is None else max(0, shared - self._reach)
+    def _usable(self, request: Request, slot: Slot) -> int:
+        """Where reading begins after a hit: a drafter that keeps the newest positions only may need some filled again."""
+        shared = self._shared(request, slot)
+        return self.drafter.kept_context(shared, slot.newest) if self.drafter is not None else shared
 
     def _look(self) -> None:
         """Read what the device did, once, in arrays of one shape, and write it down."""
@@ -334,6 +335,7 @@ class Engine:
             request = slot.request
             assert request is not None
             length, done = int(seen.length_B[slot.row]), bool(seen.done_B[slot.row])
+            slot.newest = max(slot.newest, length + self._block_size - 3)  # the last pass began at length - 2 at most
             new = seen.tokens_BW[slot.row, : length - since_B[slot.row]].tolist()
             if request.add(new, _stats(seen, slot.row, length - len(request.prompt))):
                 stopped.append(slot)

@@ -10,7 +10,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from tiny_models import CONTEXT, HIDDEN, TABLE, TableTarget, dense_drafter, dense_target, random_prompt, scripted_drafter
+from tiny_models import BLOCK, CONTEXT, HIDDEN, TABLE, TableTarget, dense_drafter, dense_target, random_prompt, scripted_drafter
 from tiny_text import tiny_tokenizer
 
 import dflash_jax.engine as engine_module
@@ -226,7 +226,9 @@ def computed_anew(text, **arguments):
 @pytest.mark.parametrize("reach", [None, 7])
 def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
     """Tokens and acceptance are those without reuse. A drafter that keeps the newest positions only gets those filled again."""
-    monkeypatch.setattr(Drafter, "context_reach", lambda self: reach)
+    newest = []
+    keep = lambda self, prefix, last: newest.append((prefix, last)) or max(0, prefix - (reach or 0))
+    monkeypatch.setattr(Drafter, "kept_context", keep)
     engine = make()
     neighbour = engine.submit(prompt(31, 20), 70)
     first = engine.submit(SYSTEM, 20)
@@ -240,6 +242,8 @@ def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
     assert outcome(second) == outcome(computed_anew(turn, max_new_tokens=25, temperature=0.8, seed=9))
     assert second.stats.accepted > 2
     assert engine._slots[2].used == 0, "it went on in its own row"
+    length = len(SYSTEM) + len(first.tokens)
+    assert (length - 1, length - 2 + BLOCK - 1) in newest, "the rejected end of the last block is written too"
     assert outcome(neighbour) == outcome(computed_anew(neighbour.prompt, max_new_tokens=70))
 
 
