@@ -127,16 +127,18 @@ def test_plain_decoding_equals_generate():
 
 
 def test_limits():
-    """The length cap of the engine ends an answer; a stop token may be the first token."""
-    target = small_table(script={8: 2})
+    """The length cap of the engine ends an answer; a stop token may be the first token; each row has its own."""
+    target = small_table(script={8: 2, 10: 3})
     engine = make(target, None, max_len=20)
     cut = engine.submit(prompt(1, 12), max_new_tokens=500)
     full = engine.submit(prompt(1, 19), max_new_tokens=500)
     at_once = engine.submit(prompt(1, 8), stop_token_ids=[2])
+    later = engine.submit(prompt(1, 8), stop_token_ids=[3, 4])
     engine.run()
     assert (len(cut.tokens), cut.finish_reason) == (8, "length")
     assert (len(full.tokens), full.finish_reason) == (1, "length")
     assert (at_once.tokens, at_once.finish_reason, at_once.stats.rounds) == ([2], "stop", 0)
+    assert (later.tokens[0], later.tokens[2:], later.finish_reason) == (2, [3], "stop")
     assert make(target, None, max_len=4096).max_len == CONTEXT
 
 
@@ -337,6 +339,7 @@ def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
     two = engine.submit([7, 8, 9, 11], 40, stop="\nh")
     pieces = list(one.stream_text())
     engine.run()
+    assert engine._state.done_B.all(), "a row goes on after its stop string"
     assert "".join(pieces) == one.text == "hello 12 and\n\nhé, "
     assert not any("t" in piece for piece in pieces)
     assert two.text == "hello 12 and\n"
