@@ -71,15 +71,16 @@ class Engine:
         self._news = 1 + rounds_per_step * self._block_size  # most tokens that a row gets in a step: its first one, then blocks
         self._chunk = prefill_chunk
         self._reuse = reuse_prefixes
-        self._reach = drafter.context_reach() if drafter is not None else None
         capacity = -(-(self.max_len + self._block_size) // 128) * 128
         self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
         self._slots = [Slot(row) for row in range(max_batch)]
         self._waiting: deque[Request] = deque()
         self._queue_lock = threading.Lock()
-        self._step_lock = threading.RLock()
+        self._step_lock = threading.Lock()
         self._stepped = threading.Condition()
         self._steps = 0
+        """steps that are over; changes after the step's lock is free, so who finds the lock taken will see a change"""
+        self._clock = 0
         self._unread = False
         """the device has gone on since the host last looked"""
         self._in_books = False
@@ -138,20 +139,8 @@ class Engine:
         A KeyboardInterrupt leaves the engine usable unless it took the state away; after any other error it is broken, says so in
         every later call, and must be made anew.
         """
-        with self._step_lock:
-            self._check_works()
-            self._in_books = True
-            try:
-                return self._step()
-            except BaseException as error:
-                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
-                if lost or self._in_books or not isinstance(error, KeyboardInterrupt):
-                    self._broken = error
-                raise
-            finally:
-                with self._stepped:
-                    self._steps += 1
-                    self._stepped.notify_all()
+        self._step_lock.acquire()
+        return self._step_and_unlock()
 
     def run(self) -> list[Request]:
         """Step until idle; returns the requests that were unfinished before, in the order in which they were submitted."""
@@ -165,10 +154,7 @@ class Engine:
         """For `Request.stream`: see `Request`."""
         if after is not None:
             if self._step_lock.acquire(blocking=False):
-                try:
-                    self.step()
-                finally:
-                    self._step_lock.release()
+                self._step_and_unlock()
             else:  # queueing for the lock could starve beside a thread that does nothing but step
                 with self._stepped:
                     self._stepped.wait_for(lambda: self._steps != after)
@@ -178,7 +164,7 @@ class Engine:
         if self._broken is not None:
             raise EngineError(f"a step of this engine failed ({self._broken!r}): make a new Engine") from self._broken
 
-    def _check_stop_tokens(self, ids: Collection[int] | None) -> tuple[int, ...]:
+    def _check_stop_tokens(self, ids: Any) -> tuple[int, ...]:
         if not isinstance(ids, Collection | None):
             raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
         vocab = self.target.config.vocab_size
@@ -190,7 +176,7 @@ class Engine:
             raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
         return stops
 
-    def _check_stop_strings(self, stop: str | Collection[str] | None) -> tuple[str, ...]:
+    def _check_stop_strings(self, stop: Any) -> tuple[str, ...]:
         if not isinstance(stop, Collection | None):
             raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -204,7 +190,26 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
     # A step. `_state` always holds the newest state: programs consume the old one.
 
+    def _step_and_unlock(self) -> bool:
+        try:
+            self._check_works()
+            self._in_books = True
+            return self._step()
+        except EngineError:
+            raise
+        except BaseException as error:
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+            if lost or self._in_books or not isinstance(error, KeyboardInterrupt):
+                self._broken = error
+            raise
+        finally:
+            self._step_lock.release()
+            with self._stepped:
+                self._steps += 1
+                self._stepped.notify_all()
+
     def _step(self) -> bool:
+        self._clock += 1
         if self._unread:  # an interrupt came before the last look
             self._look()
         self._drop_cancelled()
@@ -258,8 +263,8 @@ class Engine:
             # The next turn of a chat goes on in its own row; one that shares less is copied, and the old text can serve again.
             if 2 * shared[best.row] > len(best.text):
                 slot = best
-            slot.read = self._usable(shared[slot.row])
-            slot.request, slot.used = request, self._steps
+            slot.read = self._usable(request, slot)
+            slot.request, slot.used = request, self._clock
 
     def _next(self, reading: list[Slot]) -> Slot:
         """Whose prompt is read: by turns the one with least left, so that short ones wait for one piece, and the oldest."""
@@ -268,7 +273,7 @@ class Engine:
         def rank(slot: Slot) -> tuple[int, int]:
             request = requests[slot.row]
             assert request is not None
-            return (0 if self._steps % 2 else len(request.prompt) - slot.read), request.id
+            return (0 if self._clock % 2 else len(request.prompt) - slot.read), request.id
 
         return min(reading, key=rank)
 
@@ -278,10 +283,10 @@ class Engine:
         assert request is not None
         source, start = slot, slot.read
         for other in self._slots:
-            usable = self._usable(self._shared(request, other)) if other is not slot else 0
+            usable = self._usable(request, other) if other is not slot else 0
             if usable > start:
                 source, start = other, usable
-        source.used = self._steps
+        source.used = self._clock
         tokens = request.prompt[start : start + self._chunk]
         tokens_C = np.zeros((self._padded(len(tokens)),), np.int32)
         tokens_C[: len(tokens)] = tokens
@@ -302,6 +307,7 @@ class Engine:
             self._state = prefill_chunk(self.target.params, self._draft_params, self._state, chunk, **models)
         request.read_tokens += len(tokens)
         slot.read = start + len(tokens)
+        slot.newest = max(slot.read - 1, source.newest if start else 0)
 
     def _padded(self, count: int) -> int:
         """A whole chunk, or a power of two below it: few programs."""
@@ -310,9 +316,10 @@ class Engine:
     def _shared(self, request: Request, slot: Slot) -> int:
         return slot.shared(request.prompt) if self._reuse else 0
 
-    def _usable(self, shared: int) -> int:
-        """Where reading begins after a hit: a drafter that keeps the newest positions only needs those filled again."""
-        return shared if self._reach is None else max(0, shared - self._reach)
+    def _usable(self, request: Request, slot: Slot) -> int:
+        """Where reading begins after a hit: a drafter that keeps the newest positions only may need some filled again."""
+        shared = self._shared(request, slot)
+        return self.drafter.kept_context(shared, slot.newest) if self.drafter is not None else shared
 
     def _look(self) -> None:
         """Read what the device did, once, in arrays of one shape, and write it down."""
@@ -328,6 +335,7 @@ class Engine:
             request = slot.request
             assert request is not None
             length, done = int(seen.length_B[slot.row]), bool(seen.done_B[slot.row])
+            slot.newest = max(slot.newest, length + self._block_size - 3)  # the last pass began at length - 2 at most
             new = seen.tokens_BW[slot.row, : length - since_B[slot.row]].tolist()
             if request.add(new, _stats(seen, slot.row, length - len(request.prompt))):
                 stopped.append(slot)
@@ -349,7 +357,7 @@ class Engine:
     def _release(self, slot: Slot, reason: Any) -> None:
         request = slot.request
         assert request is not None
-        slot.old_text, slot.request, slot.used = slot.text, None, self._steps
+        slot.old_text, slot.request, slot.used = slot.text, None, self._clock
         request.finish(reason)
 
 

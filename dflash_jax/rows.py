@@ -62,7 +62,7 @@ def empty_state(
         stops_BS=jnp.full((batch, stop_slots), -1, jnp.int32),
         target_cache=target.init_cache(batch, capacity),
         draft_cache=drafter.init_cache(batch, capacity) if drafter is not None else (),
-        sampling=sampling_rows(batch, 0.0, 0, 1.0, 0.0, 0),
+        sampling=jax.tree.map(jnp.asarray, sampling_rows(batch, 0.0, 0, 1.0, 0.0, 0)),
         rounds_B=zeros(),
         drafted_B=zeros(),
         accepted_BK=jnp.zeros((batch, block_size), jnp.int32),

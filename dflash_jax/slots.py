@@ -15,6 +15,8 @@ class Slot:
         """positions of the request's prompt that are in the caches"""
         self.old_text: list[int] = []
         """what the caches hold when no request is served"""
+        self.newest = 0
+        """last position ever written in the row since it began with empty caches, rejected ones included"""
         self.used = 0
         """step of the last use"""
 
