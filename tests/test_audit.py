@@ -95,10 +95,10 @@ def target():
     return table
 
 
-def audited(target, rule, case=0, rows=ROWS, top_p=1.0, **changes):
+def audited(target, rule, case=0, rows=ROWS, top_p=1.0):
     """`case` names the program, so that a planted fault is compiled and not used again."""
     params = scripted_drafter([[0]] * rows).params
-    config = dataclasses.replace(DRAFTER, vocab_size=MANY, block_size=4, loss_decay_gamma=50.0 + case, **changes)
+    config = dataclasses.replace(DRAFTER, vocab_size=MANY, block_size=4, loss_decay_gamma=50.0 + case)
     options = {"temperature": [0.9, 0.0, 1.2, 0.9] * (rows // 4), "top_p": top_p, "stop_token_ids": [], "verify": rule}
     out = generate(target, CommonDrafter(config, params), [[1, 4, 2]] * rows, NEW, **options, audit=True)
     assert out.stats.acceptance_length > 1.2 or rule == "match"
@@ -106,16 +106,12 @@ def audited(target, rule, case=0, rows=ROWS, top_p=1.0, **changes):
     return out
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["match", "block"])
 def test_an_honest_sampler_passes(target, rule):
-    changes = {"temperature": 1.0} if rule == "match" else {}  # drawn drafts there too
-    out = audited(target, rule, top_p=0.95, **changes)
+    """Argmax drafts by `match`, drawn ones by `block`."""
+    out = audited(target, rule, top_p=0.95)
     assert abs(out.stats.audit.z) < 4
     assert not out.stats.audit.alarming
-
-
-def test_argmax_drafts_are_audited(target):
-    assert abs(audited(target, "match").stats.audit.z) < 4
 
 
 def with_bonus(wrong, right=decode_module._verify_by_law):
@@ -143,7 +139,7 @@ def shares_the_drafts_key(p_B1V, residual_B1V, places_B1, anchors_B, sampling):
 
 
 @pytest.mark.parametrize(
-    ("fault", "rule", "rows"), [(draws_the_target_again, "block", ROWS), (shares_the_drafts_key, "rejection", 16 * ROWS)]
+    ("fault", "rule", "rows"), [(draws_the_target_again, "block", ROWS), (shares_the_drafts_key, "rejection", 12 * ROWS)]
 )
 def test_a_dishonest_sampler_is_found(target, monkeypatch, fault, rule, rows):
     monkeypatch.setattr(decode_module, "_verify_by_law", with_bonus(fault))

@@ -8,6 +8,7 @@ from tiny_run import drafter_folder, target_folder, tiny_target, user
 
 import serve
 from dflash_jax.cli import run
+from dflash_jax.divergence import Divergence
 from dflash_jax.generate import generate
 
 pytestmark = pytest.mark.one_cell
@@ -68,8 +69,28 @@ def test_a_different_text_is_said(options, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "no, from token 3 on" in said.out
     assert "error: float32 texts must be equal" in said.err
-    assert serve.main([*compared, "--target.dtype", "bfloat16"]) == 0
-    assert "--target.dtype float32 is exact" in capsys.readouterr().out
+    in_bfloat16 = [*compared, "--target.dtype", "bfloat16"]
+    assert serve.main(in_bfloat16) == 1
+    said = capsys.readouterr()
+    margin, bound = re.search(r"error: the texts part by a margin of (.*); bfloat16 explains (.*) at most", said.err).groups()
+    assert float(margin) > float(bound) > 0
+    assert f"no, from token 3 on, margin {margin}" in said.out
+    monkeypatch.setattr(module, "first_divergence", lambda *arguments: Divergence(3, 0.0625, 0.125))
+    assert serve.main(in_bfloat16) == 0
+    said = capsys.readouterr().out
+    assert "no, from token 3 on, margin 0.062" in said
+    assert "--target.dtype float32 is exact" in said
+    sampled = ["--decode.temperature", "1", "--decode.top_k", "3"]  # a cut may explain it: the margin is not judged
+    assert serve.main([*in_bfloat16, *sampled]) == 0
+    assert capsys.readouterr().out.count("no, from token 3 on\n") == 1
+
+
+def test_audit_is_said(options, capsys):
+    audited = [*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--decode.audit", "true"]
+    assert serve.main([*audited, "--decode.temperature", "1", "--decode.verify", "block"]) == 0
+    assert re.search(r"^audit of a: z -?\d\.\d\d over \d+ tokens, as it should be$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert serve.main(audited) == 0
+    assert "audit of a: no sampled token had a drafter's law" in capsys.readouterr().out
 
 
 def test_compare_of_samples(options, capsys):
