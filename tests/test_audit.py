@@ -115,7 +115,7 @@ def test_an_honest_sampler_passes(target, rule):
 
 
 def with_bonus(wrong, right=decode_module._verify_by_law):
-    """The rule with another token after the accepted drafts, which `wrong(p_BV, residual_BV, positions, anchors, sampling)` draws."""
+    """The rule, but `wrong` draws the token after the accepted drafts."""
 
     def verify(draft_BJ, q_BJV, p_BKV, anchors_B, sampling, rule):
         out = right(draft_BJ, q_BJV, p_BKV, anchors_B, sampling, rule)

@@ -8,7 +8,6 @@ import reference
 from tiny_models import dense_target, position_weights, random_prompt, table_target
 
 from dflash_jax.divergence import NEAR_TIE, first_divergence
-from dflash_jax.generate import generate
 
 pytestmark = pytest.mark.one_cell
 
@@ -17,9 +16,8 @@ PROMPT = random_prompt(3, 7)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_place_and_margin(dtype):
-    """The margin is float32's also where the texts were written in bfloat16."""
-    target = dense_target().with_dtype(dtype)
-    text = generate(target, None, [PROMPT], 9).tokens[0]
+    """The margin is float32's also for a bfloat16 target."""
+    target, text = dense_target().with_dtype(dtype), random_prompt(4, 9)
     assert first_divergence(target, PROMPT, text, text) is None
     other = [*text[:5], (text[5] + 1) % 61, *text[6:]]
     found = first_divergence(target, PROMPT, text, other)
@@ -29,16 +27,15 @@ def test_place_and_margin(dtype):
     np.testing.assert_allclose(found.margin, abs(logits[text[5]] - logits[other[5]]), rtol=1e-4)
     np.testing.assert_allclose(found.bound, NEAR_TIE * (logits.max() - logits.mean()), rtol=1e-4)
     assert found.margin > 0.05
+    assert found.near_tie == (found.margin <= found.bound)
 
 
 def test_sampled_texts_are_compared_with_their_noise():
-    target = table_target()
-    text = generate(target, None, [PROMPT], 6, temperature=0.8, seed=4).tokens[0]
-    scores = np.asarray(target.logits(PROMPT + text[:3])) / 0.8 + reference.keyed_noise(61, 4, len(PROMPT) + 3)
-    assert int(scores.argmax()) == text[3]
-    other = [*text[:3], (text[3] + 1) % 61]
-    found = first_divergence(target, PROMPT, text, other, 0.8, 4)
-    np.testing.assert_allclose(found.margin, 0.8 * (scores[text[3]] - scores[other[3]]), rtol=1e-4)
+    target, shared = table_target(), [7, 8, 9]
+    scores = np.asarray(target.logits(PROMPT + shared)) / 0.8 + reference.keyed_noise(61, 4, len(PROMPT) + 3)
+    best, second = np.argsort(scores)[:-3:-1].tolist()
+    found = first_divergence(target, PROMPT, [*shared, best, 1], [*shared, second, 1], 0.8, 4)
+    np.testing.assert_allclose(found.margin, 0.8 * (scores[best] - scores[second]), rtol=1e-4)
 
 
 def test_a_text_that_only_goes_on_is_no_near_tie():

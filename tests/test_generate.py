@@ -317,13 +317,15 @@ def test_a_pass_of_bfloat16_gives_each_slot_the_same_bits(slots, batch):
                 np.testing.assert_array_equal(np.asarray(together)[:, slot], one)
 
 
+@pytest.mark.one_cell
 def test_plain_decoding_of_a_fixed_width_at_the_edges():
-    """The same text in float32 up to the context's end, where the other slots would lie past it; sampled too."""
-    target = table_target({20: STOP})
-    for prompt, new, options in (([1, 2], 30, {}), ([3] * 100, 10**6, {}), ([5, 6], 25, {"temperature": 1.0, "seed": 3})):
-        plain = generate(target, None, [prompt], new, stop_token_ids=[STOP], **options)
-        wide = generate(target, None, [prompt], new, stop_token_ids=[STOP], block_size=BLOCK, **options)
+    """Sampled, up to a stop and up to the context's end, past which the other slots lie."""
+    target, options = table_target({20: STOP}), {"temperature": 1.0, "seed": 3, "stop_token_ids": [STOP]}
+    for prompt, reason in (([1, 2], "stop"), ([3] * 100, "length")):
+        plain = generate(target, None, [prompt], 10**6, **options)
+        wide = generate(target, None, [prompt], 10**6, block_size=BLOCK, **options)
         assert (wide.tokens, wide.finish_reason) == (plain.tokens, plain.finish_reason)
+        assert wide.finish_reason == [reason]
 
 
 def test_a_request_after_a_longer_one_is_like_a_first_one():
