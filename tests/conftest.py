@@ -19,7 +19,8 @@ jax.config.update("jax_default_matmul_precision", "float32")
 # tested as users compile it, because its promise of equal tokens is about optimised programs.
 LIGHTLY_COMPILED = {
     "test_bench", "test_checkpoint", "test_drafter", "test_invariants", "test_loss", "test_parity_specforge", "test_parity_zlab",
-    "test_regenerate", "test_sharding", "test_train_equals_decode", "test_train_step", "test_trainer", "test_warm_start", "test_audit",
+    "test_regenerate", "test_sharding", "test_train_equals_decode", "test_train_step", "test_trainer", "test_warm_start",
+    "test_audit",
 }  # fmt: skip
 
 ORACLES = ("torch", "transformers", "dflash", "speculators", "specforge")
