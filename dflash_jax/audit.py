@@ -1,11 +1,12 @@
 """Is a sampled text distributed as the target says? One number, from the run itself, on any vocabulary.
 
-For a position i take a function f_i of tokens that is fixed before the token x_i is drawn, here from the law that the drafter gave
-to the position. If x_i comes from the target's law p_i, f_i(x_i) less its mean under p_i has mean 0 and a known variance, whatever
-the tokens before it. The sum over a text, divided by the root of the summed variances, is then close to N(0, 1). A sampler that
-favours what its drafter favours moves it far away.
+For a position i take a function f_i of tokens that is fixed before the token x_i is drawn. If x_i comes from the target's law p_i,
+f_i(x_i) less its mean under p_i has mean 0 and a known variance, whatever the tokens before it. The sum over a text, divided by the
+root of the summed variances, is then close to N(0, 1). Here f = log(q / p), with the law q that the drafter gave to the position:
+faults of a sampler favour what the drafter favours more than the target does, or the opposite, and move the sum far away. An argmax
+draft has no such ratio: f is 1 for it and 0 for all others.
 
-f_i comes from the FIRST round whose block covers position i. Where a round ends depends on the tokens drawn in it (the `block` rule
+q comes from the FIRST round whose block covers position i. Where a round ends depends on the tokens drawn in it (the `block` rule
 looks at all of them), so the law of the round that happens to emit the token would be a choice made after the draw.
 """
 
@@ -26,7 +27,7 @@ class AuditState(NamedTuple):
     """What the decode loop carries. J = K - 1 slots after the anchor."""
 
     f_BJV: Array
-    """the function of each position after the anchor; the first `covered_B` are from earlier rounds and stay"""
+    """log q of each position after the anchor, or 1 at an argmax draft; the first `covered_B` are from earlier rounds and stay"""
     covered_B: Array
     score_BJ: Array
     """f(x) less its mean, of the last pass: counts as far as the pass is committed"""
@@ -80,9 +81,10 @@ def observe(
     old_BJ1 = (jnp.arange(draft_BJ.shape[1], dtype=jnp.int32)[None] < audit.covered_B[:, None])[..., None]
     f_BJV = jnp.where(old_BJ1, audit.f_BJV, f_BJV)
     p_BJV = p_BKV[:, :-1]
-    mean_BJ1 = (p_BJV * f_BJV).sum(-1, keepdims=True)
-    value_BJ = jnp.take_along_axis(f_BJV, tokens_BK[:, :-1, None], axis=-1)[..., 0]
-    variance_BJ = (p_BJV * jnp.square(f_BJV - mean_BJ1)).sum(-1)
+    ratio_BJV = f_BJV if q_BJV is None else f_BJV - jnp.log(jnp.where(p_BJV > 0, p_BJV, 1))
+    mean_BJ1 = (p_BJV * ratio_BJV).sum(-1, keepdims=True)
+    value_BJ = jnp.take_along_axis(ratio_BJV, tokens_BK[:, :-1, None], axis=-1)[..., 0]
+    variance_BJ = (p_BJV * jnp.square(ratio_BJV - mean_BJ1)).sum(-1)
     return audit._replace(f_BJV=f_BJV, score_BJ=value_BJ - mean_BJ1[..., 0], variance_BJ=variance_BJ)
 
 
@@ -102,10 +104,11 @@ def count(audit: AuditState, emitted_B: Int[Array, " B"]) -> AuditState:
 
 
 def result(audit: AuditState | None, temperature_B: Array | None) -> Audit:
-    """z over the rows that were sampled; greedy rows have no variance."""
+    """z over the rows that were sampled."""
     if audit is None or temperature_B is None:
         return Audit(float("nan"), 0)
     sums_B, variance_B, tokens_B, temperature_B = jax.device_get((audit.sum_B, audit.variance_B, audit.tokens_B, temperature_B))
-    variance = variance_B.astype(np.float64).sum()
-    z = sums_B.astype(np.float64).sum() / np.sqrt(variance) if variance > 0 else float("nan")
-    return Audit(float(z), int(tokens_B[temperature_B > 0].sum()))
+    sampled_B = temperature_B > 0
+    variance = variance_B[sampled_B].astype(np.float64).sum()
+    z = sums_B[sampled_B].astype(np.float64).sum() / np.sqrt(variance) if variance > 0 else float("nan")
+    return Audit(float(z), int(tokens_B[sampled_B].sum()))

@@ -238,9 +238,13 @@ def keyed_draw(logits, seed, position, purpose=0, anchor=None, **sampling):
     """The token at a position: Gumbel-max over the processed logits, keyed as the package says (purpose 0 target, 1 draft).
 
     Drafts have the position of their round's anchor in the key too."""
+    return int(np.argmax(process_logits(logits, **sampling) + keyed_noise(len(logits), seed, position, purpose, anchor)))
+
+
+def keyed_noise(vocab, seed, position, purpose=0, anchor=None):
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(jnp.uint32(seed)), position), purpose)
     key = key if anchor is None else jax.random.fold_in(key, anchor)
-    return int(np.argmax(process_logits(logits, **sampling) + np.asarray(jax.random.gumbel(key, (len(logits),), jnp.float32))))
+    return np.asarray(jax.random.gumbel(key, (vocab,), jnp.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

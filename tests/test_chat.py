@@ -8,6 +8,8 @@ from tiny_run import drafter_folder, target_folder, tiny_target, user
 
 import serve
 from dflash_jax.cli import run
+from dflash_jax.config import Config, DecodeConfig, TargetSource
+from dflash_jax.divergence import Divergence
 from dflash_jax.generate import generate
 
 pytestmark = pytest.mark.one_cell
@@ -28,13 +30,25 @@ def plain_answer(text):
 
 def test_answer_with_comparison(options, capsys):
     """The streamed text is plain decoding's, then a table with one line a prompt."""
-    argv = [*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--prompt", "hello  you", "--compare"]
+    argv = [
+        *options,
+        "--drafter.path",
+        drafter_folder(),
+        "--prompt",
+        "a",
+        "--prompt",
+        "hello  you",
+        "--compare",
+        "--decode.audit",
+        "true",
+    ]
     assert serve.main(argv) == 0
     out = capsys.readouterr().out
     for text in ("a", "hello  you"):
         said, _ = plain_answer(text)
         assert f"\n> {text}\n\n{said}\n" in out
-    table = out[out.index("prompt ") :].splitlines()
+    assert "audit of hello you: no sampled token had a drafter's law" in out
+    table = out[out.index("prompt ") : out.index("\naudit of a:")].splitlines()
     assert re.split(r"\s{2,}", table[0]) == ["prompt", "tokens", "tau", "tokens/s", "plain tokens/s", "speedup", "same text"]
     for line, text in zip(table[2:], ("a", "hello you"), strict=True):
         prompt, tokens, tau, rate, plain_rate, speedup, same = re.split(r"\s{2,}", line)
@@ -68,8 +82,20 @@ def test_a_different_text_is_said(options, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "no, from token 3 on" in said.out
     assert "error: float32 texts must be equal" in said.err
-    assert serve.main([*compared, "--target.dtype", "bfloat16"]) == 0
-    assert "--target.dtype float32 is exact" in capsys.readouterr().out
+    in_bfloat16 = [*compared, "--target.dtype", "bfloat16"]
+    assert serve.main(in_bfloat16) == 1
+    said = capsys.readouterr()
+    margin, bound = re.search(r"error: the texts part by a margin of (.*); bfloat16 explains (.*) at most", said.err).groups()
+    assert float(margin) > float(bound) > 0
+    assert f"no, from token 3 on, margin {margin}" in said.out
+    monkeypatch.setattr(module, "first_divergence", lambda *arguments: Divergence(3, 0.0625, 0.125))
+    assert serve.main(in_bfloat16) == 0
+    said = capsys.readouterr().out
+    assert "no, from token 3 on, margin 0.062" in said
+    assert "--target.dtype float32 is exact" in said
+    # beyond a cut no margin says anything: a token may have been cut in one pass only
+    cut = Config(decode=DecodeConfig(temperature=1.0, top_k=3), target=TargetSource(dtype="bfloat16"))
+    assert module._compared(tiny_target(), [1], [2], [3], cut) == ("no, from token 3 on", None)
 
 
 def test_compare_of_samples(options, capsys):
@@ -77,8 +103,9 @@ def test_compare_of_samples(options, capsys):
     sampled = [*options, "--drafter.path", drafter_folder(), "--prompt", "a", "--compare", "--decode.temperature", "1.5"]
     assert serve.main([*sampled, "--decode.verify", "match"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("yes")
-    assert serve.main([*sampled, "--decode.verify", "block"]) == 0
+    assert serve.main([*sampled, "--decode.verify", "block", "--decode.audit", "true"]) == 0
     out = capsys.readouterr().out
+    assert re.search(r"^audit of a: z -?\d\.\d\d over \d+ tokens, as it should be$", out, flags=re.MULTILINE)
     assert "another sample" in out
     assert "decode.verify block gives another sample of the same law" in out
 

@@ -6,6 +6,8 @@ import math
 from functools import cache
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
@@ -14,6 +16,7 @@ from tiny_models import (
     CONTEXT,
     DRAFTER,
     MASK,
+    TAPS,
     VOCAB,
     constant_drafter,
     dense_drafter,
@@ -267,6 +270,64 @@ def test_batches_equal_single_runs(rows):
     assert sum(shares) * pooled.rounds == pytest.approx(pooled.accepted)
 
 
+WIDE = [0, 1, BLOCK - 2, BLOCK - 1]
+
+
+def test_plain_decoding_of_a_fixed_width_is_bfloat16_speculation_bit_for_bit():
+    """Passes of a block's width round alike, whatever the other slots hold. Rows of unequal length, capped and stopped."""
+    target = dense_target().with_dtype("bfloat16")
+    wide = generate(target, None, DENSE_PROMPTS, 2 * BLOCK + 3, block_size=BLOCK, stop_token_ids=NO_STOP)
+    assert wide.stats.acceptance_length == 1
+    assert [row.rounds for row in wide.stats.rows] == [2 * BLOCK + 2] * 4
+    for good in (WIDE, WIDE[::-1]):
+        drafter = scripted_drafter([p + t for p, t in zip(DENSE_PROMPTS, wide.tokens, strict=True)], good=good)
+        fast = generate(target, drafter, DENSE_PROMPTS, 2 * BLOCK + 3, stop_token_ids=NO_STOP)
+        assert fast.tokens == wide.tokens
+        assert fast.stats.acceptance_length > 2
+    stop = wide.tokens[2][9]
+    stopped = generate(target, None, DENSE_PROMPTS, 2 * BLOCK + 3, block_size=BLOCK, stop_token_ids=[stop])
+    assert stopped.tokens[2] == wide.tokens[2][: wide.tokens[2].index(stop) + 1]
+    assert stopped.finish_reason[2] == "stop"
+
+
+@pytest.mark.parametrize(("slots", "batch"), [(2, 1), (5, 1), (BLOCK, 4), (16, 1)])
+def test_a_pass_of_bfloat16_gives_each_slot_the_same_bits(slots, batch):
+    """A token alone in slot 0 among slots of anything, and inside a block of its text: hidden states and taps do not differ."""
+    target = dense_target().with_dtype("bfloat16")
+    random = np.random.default_rng(slots)
+    text = random.integers(0, VOCAB, (batch, 3 * slots)).astype(np.int32)
+
+    @jax.jit
+    def read(tokens_BK, first, cache):
+        positions_BK = first + jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
+        hidden_BKD, taps_BKM, cache = target.extend(target.params, tokens_BK, positions_BK, cache, TAPS)
+        return (target.unembed(target.params, hidden_BKD), taps_BKM), cache
+
+    alone, cache = [], target.init_cache(batch, CONTEXT)
+    for at in range(2 * slots):
+        filler = random.integers(0, VOCAB, (batch, slots)).astype(np.int32)
+        filler[:, 0] = text[:, at]
+        out, cache = read(filler, np.int32(at), cache)
+        alone.append([np.asarray(x)[:, 0] for x in out])
+    cache = target.init_cache(batch, CONTEXT)
+    for first in range(0, 2 * slots, slots):
+        out, cache = read(text[:, first : first + slots], np.int32(first), cache)
+        for slot in range(slots):
+            for together, one in zip(out, alone[first + slot], strict=True):
+                np.testing.assert_array_equal(np.asarray(together)[:, slot], one)
+
+
+@pytest.mark.one_cell
+def test_plain_decoding_of_a_fixed_width_at_the_edges():
+    """Sampled, up to a stop and up to the context's end, past which the other slots lie."""
+    target, options = table_target({20: STOP}), {"temperature": 1.0, "seed": 3, "stop_token_ids": [STOP]}
+    for prompt, reason in (([1, 2], "stop"), ([3] * 100, "length")):
+        plain = generate(target, None, [prompt], 10**6, **options)
+        wide = generate(target, None, [prompt], 10**6, block_size=BLOCK, **options)
+        assert (wide.tokens, wide.finish_reason) == (plain.tokens, plain.finish_reason)
+        assert wide.finish_reason == [reason]
+
+
 def test_a_request_after_a_longer_one_is_like_a_first_one():
     target, drafter = dense_target(), dense_drafter()
     prompt = DENSE_PROMPTS[1]
@@ -350,6 +411,12 @@ BAD = {
     "no tokens": (lambda: {"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
     "block too small": (lambda: {"block_size": 1}, ConfigError, f"block_size is 1: .* 2..{BLOCK} slots"),
     "block too large": (lambda: {"block_size": BLOCK + 1}, ConfigError, f"block_size is {BLOCK + 1}"),
+    "width of a pass": (
+        lambda: {"drafter": None, "block_size": 0},
+        ConfigError,
+        f"block_size is 0: without a drafter .* 1..{CONTEXT}",
+    ),
+    "row": (lambda: {"temperature": [0.5, 1.0]}, ConfigError, "temperature has 2 values for 1 rows"),
     "temperature": (lambda: {"temperature": -1.0}, ConfigError, "temperature is -1.0"),
     "top_k": (lambda: {"top_k": -2}, ConfigError, "top_k is -2"),
     "top_p": (lambda: {"top_p": 0.0}, ConfigError, "top_p is 0.0"),

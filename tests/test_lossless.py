@@ -312,8 +312,22 @@ def another_law(x_BJV, positions_BJ, sampling, purpose, round_B):
     return tokens_BJ, sampling_module.law(x_BJV, colder)
 
 
+def redraws_with_the_drafts_key(draft_BJ, q_BJV, p_BKV, anchors_B, sampling, rule, right=decode_module._verify_by_law):
+    """The noise that chose the draft chooses again, from the right residual."""
+    out = right(draft_BJ, q_BJV, p_BKV, anchors_B, sampling, rule)
+    at_B11 = out.accepted_B[:, None, None]
+    q_BKV = jnp.pad(q_BJV, ((0, 0), (0, 1), (0, 0)))
+    residual_B1V = jnp.take_along_axis(p_BKV, at_B11, axis=1) - jnp.take_along_axis(q_BKV, at_B11, axis=1)
+    positions_B1 = (anchors_B + 1 + out.accepted_B)[:, None]
+    noise_B1V = sampling_module.gumbel(p_BKV.shape[-1], positions_B1, sampling, sampling_module.DRAFT_DRAW, anchors_B)
+    bonus_B1 = jnp.argmax(jnp.log(jnp.maximum(residual_B1V, 0)) + noise_B1V, axis=-1).astype(jnp.int32)
+    here_BK = jnp.arange(p_BKV.shape[1], dtype=jnp.int32)[None] == out.accepted_B[:, None]
+    return out._replace(tokens_BK=jnp.where(here_BK, bonus_B1, out.tokens_BK))
+
+
 MUTANTS = {
-    "one key for drafts and redraws": (
+    "one key for drafts and redraws": ("rejection", decode_module, "_verify_by_law", redraws_with_the_drafts_key),
+    "one key for drafts and uniforms": (
         "rejection", decode_module, "uniforms", lambda p, s, purpose, r: sampling_module.uniforms(p, s, 1, r)
     ),
     "the same noise when a position is drafted again": (
@@ -333,3 +347,33 @@ def test_a_wrong_loop_is_found(pair, monkeypatch, mutant):
     monkeypatch.setattr(module, name, wrong)
     runs = 4 * RUNS if rule == "block" else RUNS  # a small bias
     assert surprise((target, Drafter(renamed, drafter.params)), runs, verify=rule, **SETTINGS) > 8
+
+
+def greedy_rows_with_a_placeholder(processed_BKV, sampling):
+    return jax.nn.softmax(processed_BKV, axis=-1)
+
+
+def mixed(pair, rule, every, seed=0):
+    """Texts of a batch in which every n-th row is greedy."""
+    heat = [1.3 if row % every else 0.0 for row in range(ROWS)]
+    return generate(*pair, [PROMPT] * ROWS, 9, heat, seed=seed, stop_token_ids=[], verify=rule).tokens
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_greedy_rows_among_sampled_ones(pair, rule):
+    """They write plain greedy text, and nobody's text depends on who is beside it."""
+    greedy = reference.plain(pair[0].next_token, PROMPT, 9).tokens
+    texts, fewer = mixed(pair, rule, 2), mixed(pair, rule, 4)
+    assert all(text == greedy for text in texts[::2])
+    assert sum(text == greedy for text in texts[1::2]) < ROWS / 4
+    assert texts[1::2] == fewer[1::2]
+    assert texts[2::4] != fewer[2::4]
+
+
+def test_a_placeholder_temperature_is_found(pair, monkeypatch):
+    """Greedy rows judged by a softmax: another engine's fault."""
+    target, drafter = pair
+    monkeypatch.setattr(sampling_module, "_law", greedy_rows_with_a_placeholder)
+    renamed = Drafter(dataclasses.replace(drafter.config, loss_decay_gamma=99.0), drafter.params)
+    greedy = reference.plain(target.next_token, PROMPT, 9).tokens
+    assert any(text != greedy for text in mixed((target, renamed), "block", 2)[::2])

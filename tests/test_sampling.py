@@ -1,16 +1,29 @@
 """One law from logits to tokens: against sorting in numpy, against frequencies, and keyed by position."""
 
+import inspect
+import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from tiny_models import BLOCK, dense_drafter, dense_target, random_prompt, scripted_drafter, table_target
+from tiny_models import (
+    BLOCK,
+    constant_drafter,
+    dense_drafter,
+    dense_target,
+    random_prompt,
+    scripted_drafter,
+    table_target,
+)
 
+from dflash_jax.config import DecodeConfig
+from dflash_jax.decode import decode
 from dflash_jax.errors import ConfigError
-from dflash_jax.generate import generate
+from dflash_jax.generate import generate, start
 from dflash_jax.sampling import DRAFT_DRAW, TARGET_DRAW, Sampling, draw, process_logits, sampling_rows
 
 B, K, V = 6, 4, 61
@@ -152,6 +165,98 @@ def test_values_out_of_range_are_refused_by_name(name, value):
         sampling_rows(1, **(GOOD | {name: value}))
 
 
+def test_every_parameter_takes_one_value_a_row():
+    """Lists, tuples and arrays; a list of seeds is taken as it is."""
+    sampling = sampling_rows(3, [0, 0.5, 1], (0, 5, 2), np.array([1.0, 0.9, 0.25]), jnp.asarray([0.0, 0.5, 0.25]), [7, 7, 2])
+    wanted = ([0, 0.5, 1], [0, 5, 2], [1.0, np.float32(0.9), 0.25], [0, 0.5, 0.25], [7, 7, 2])
+    assert [x.tolist() for x in sampling] == [*map(list, wanted)]
+    assert [x.dtype for x in sampling] == ["float32", "int32", "float32", "float32", "uint32"]
+    assert sampling_rows(0).seed_B.shape == (0,)
+
+
+BAD_ROWS = [
+    ("temperature", [0.5], "temperature has 1 values for 2 rows: give one number, or one a prompt"),
+    ("seed", (1, 2, 3), "seed has 3 values for 2 rows"),
+    ("temperature", [0.5, -1], "temperature is -1 in row 1: give 0"),
+    ("temperature", [0.5, math.inf], "temperature is inf in row 1"),
+    ("temperature", 1e-9, "temperature is 1e-09: give 0"),
+    ("temperature", "hot", "temperature is 'hot': give"),
+    ("temperature", None, "temperature is None: give"),
+    ("top_k", [1.5, 2], "top_k is 1.5 in row 0: give a whole number"),
+    ("top_k", np.array([2.0, 2.0]), "top_k is 2.0 in row 0"),
+    ("top_k", True, "top_k is True: give a whole number"),
+    ("top_k", 2**31, "top_k is 2147483648: give"),
+    ("top_p", [1.0, math.nan], "top_p is nan in row 1: give a share"),
+    ("top_p", 1e-60, "top_p is 1e-60: give a share"),
+    ("top_p", [[0.5, 0.5], [1, 1]], r"top_p is \[0.5, 0.5\] in row 0: give a share"),
+    ("min_p", [True, 0.5], "min_p is True in row 0: give a share"),
+    ("min_p", 1 - 1e-12, "min_p is 0.999999999999: give a share"),  # 1 in float32
+    ("seed", [1, 2**31], "seed is 2147483648 in row 1: give a whole number"),
+    ("seed", 1.0, "seed is 1.0: give a whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_ROWS)
+def test_bad_values_are_refused_with_their_row(name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        inspect.unwrap(sampling_rows)(2, **(GOOD | {name: value}))  # the tests' type checker would object first
+
+
+def parts(program):
+    """The jaxprs inside an equation's parameters."""
+    for value in program.params.values():
+        for one in value if isinstance(value, (tuple, list)) else [value]:
+            inner = getattr(one, "jaxpr", one)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def needed(jaxpr, sampled):
+    """Primitives that a call runs: of every `cond` one branch, the later if rows are sampled."""
+    names = []
+    for program in jaxpr.eqns:
+        inside = [*parts(program)]
+        if program.primitive.name == "cond":
+            inside = inside[1:] if sampled else inside[:1]
+        names += [program.primitive.name, *itertools.chain(*(needed(inner, sampled) for inner in inside))]
+    return names
+
+
+RANDOM = {"random_bits", "random_fold_in", "random_seed", "threefry2x32"}
+
+
+@pytest.mark.one_cell
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_a_greedy_batch_makes_no_noise_and_sorts_nothing(rule):
+    """Although its program could: an engine passes `Sampling` always. A sampled one processes drafts and target's logits once."""
+    target, drafter = dense_target(), dense_drafter()
+    state, _ = start(target, drafter, [PROMPTS[0]], DecodeConfig(5, temperature=1.0))
+    traced = decode.trace(target.params, drafter.params, state, jnp.int32(1), target=target, drafter=drafter, rule=rule)
+    greedy, sampled = (needed(traced.jaxpr.jaxpr, sampled) for sampled in (False, True))
+    assert not RANDOM & {*greedy}
+    assert "sort" not in greedy
+    assert RANDOM & {*sampled}
+    assert sampled.count("sort") == (1 if rule == "match" else 2)
+
+
+@pytest.mark.one_cell
+def test_the_compiled_program_keeps_that_choice():
+    """XLA did not turn the choice into computing both: sorting and random bits are in branches only."""
+    x, positions, sampling = logits(0, (2, 3, 4096)), jnp.zeros((2, 3), jnp.int32), rows((0.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0))
+    text = jitted_draw.lower(x, positions, sampling, purpose=TARGET_DRAW).compile().as_text()
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) .*?\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL))
+    (entry,) = re.findall(r"^ENTRY %?([\w.-]+)", text, flags=re.MULTILINE)
+    unconditional, waiting = "", [entry]
+    while waiting:
+        for line in bodies[waiting.pop()].splitlines():
+            if " conditional(" not in line:
+                unconditional += line
+                waiting += [name for name in re.findall(r"%([\w.-]+)", line) if name in bodies]
+    for work in (" sort(", "shift-right-logical"):  # the latter is threefry
+        assert work in text
+        assert work not in unconditional
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In the decode loop
 
@@ -192,3 +297,38 @@ def test_sampled_output_with_rigged_drafts(good):
     out = generate(target, scripted_drafter([prompt + answer.tokens], good=[good]), [prompt], 19, **options)
     assert out.tokens[0] == answer.tokens
     assert out.stats.pooled.rounds == 18 // min(good + 1, BLOCK)
+
+
+MIXED = {"temperature": [0.0, 0.7, 1.3, 0.9], "top_k": (0, 9, 0, 3), "min_p": [0, 0, 0.05, 0], "seed": np.array([3, 8, 3, 2])}
+
+
+@pytest.mark.one_cell
+def test_a_row_of_a_mixed_batch_is_what_it_is_alone():
+    """Greedy and sampled rows together, each with its own settings: each text is its own."""
+    target, drafter = dense_target(), dense_drafter(temperature=0.8)
+    together = generate(target, drafter, PROMPTS, 12, **MIXED)
+    assert together.tokens[0] == generate(target, None, PROMPTS[:1], 12).tokens[0]
+    for row in (1, 2, 3):
+        own = {name: values[row].item() if name == "seed" else values[row] for name, values in MIXED.items()}
+        alone = generate(target, drafter, [PROMPTS[row]], 12, **own).tokens[0]
+        assert alone == together.tokens[row]
+        assert alone != generate(target, drafter, [PROMPTS[row]], 12, **(own | {"seed": 77})).tokens[0]
+
+
+@pytest.mark.one_cell
+@pytest.mark.parametrize("kind", ["random", "constant", "perfect"])
+def test_match_equals_plain_sampling_at_every_temperature_with_stops(kind):
+    """Rows of unequal length at 0, 0.7 and 1.3; two of them meet a stop token within a block."""
+    target, options = dense_target(), {"temperature": [0.0, 0.7, 1.3, 0.7], "seed": 5}
+    free = generate(target, None, PROMPTS, 20, stop_token_ids=[], **options)
+    stops = [free.tokens[1][7], free.tokens[2][10]]
+    plain = generate(target, None, PROMPTS, 20, stop_token_ids=stops, **options)
+    assert {*plain.finish_reason} == {"stop", "length"}
+    drafter = {
+        "random": lambda: dense_drafter(temperature=0.8),
+        "constant": lambda: constant_drafter(free.tokens[1][3], rows=4),
+        "perfect": lambda: scripted_drafter([p + t for p, t in zip(PROMPTS, free.tokens, strict=True)]),
+    }[kind]()
+    out = generate(target, drafter, PROMPTS, 20, stop_token_ids=stops, **options)
+    assert (out.tokens, out.finish_reason) == (plain.tokens, plain.finish_reason)
+    assert kind != "perfect" or out.stats.acceptance_length > 3

@@ -6,6 +6,7 @@ import pytest
 from safetensors import safe_open
 
 import dflash_jax as dj
+from dflash_jax.generate import pool
 from dflash_jax.prompts import packaged_prompts
 
 FOLDER = Path(__file__).parents[1] / "assets" / "smollm2-135m-dflash"
@@ -24,6 +25,10 @@ def test_it_drafts_well_and_changes_nothing():
     drafter = dj.load_drafter(FOLDER, target)
     asked = packaged_prompts("eval", limit=2)
     encoded = [target.tokenizer.encode_chat([{"role": "user", "content": prompt["turns"][0]}]) for prompt in asked]
-    out = dj.generate(target, drafter, encoded, max_new_tokens=48, block_size=4)
-    assert out.tokens == dj.generate(target, None, encoded, max_new_tokens=48).tokens
-    assert out.stats.acceptance_length > 1.4
+    # each prompt greedy and sampled, in one batch: by `match` the texts are plain decoding's
+    batch, options = [*encoded, *encoded], {"temperature": [0.0, 0.0, 0.7, 0.7], "seed": [0, 0, 1, 2], "max_new_tokens": 48}
+    out = dj.generate(target, drafter, batch, block_size=4, **options)
+    assert out.tokens == dj.generate(target, None, batch, **options).tokens
+    assert out.tokens[:2] != out.tokens[2:]
+    assert pool(out.stats.rows[:2]).acceptance_length > 1.4
+    assert pool(out.stats.rows[2:]).acceptance_length > 1.2
