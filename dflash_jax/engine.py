@@ -26,6 +26,7 @@ from dflash_jax.rows import Chunk, Report, empty_state, freeze, prefill_chunk, r
 from dflash_jax.sampling import sampling_rows
 from dflash_jax.slots import Slot
 from dflash_jax.targets import Target
+from dflash_jax.widths import WidthPolicy, WidthTable
 
 SMALLEST_CHUNK = 16
 
@@ -52,12 +53,14 @@ class Engine:
         verify: Rule | None = None,
         block_size: int | None = None,
         reuse_prefixes: bool = True,
+        widths: WidthTable | None = None,
     ) -> None:
         """`max_len`: most tokens of a prompt and its answer together; the target's context length if that is less.
 
         `rounds_per_step`: passes of the target between two looks at the rows. `prefill_chunk`: most prompt tokens a step reads.
         `verify` and `block_size` as in `generate`. `reuse_prefixes`: a prompt that begins like a text that a row still holds takes
-        its caches (greedy and `match` tokens stay the same but for near-ties, because chunks fall elsewhere). Raises `ConfigError`.
+        its caches (greedy and `match` tokens stay the same but for near-ties, because chunks fall elsewhere). `widths`: what rounds
+        cost here; each step then takes the width up to `block_size` that pays. Raises `ConfigError`.
         """
         numbers = {"max_batch": max_batch, "rounds_per_step": rounds_per_step, "prefill_chunk": prefill_chunk, "max_len": max_len}
         for name, number in numbers.items():
@@ -67,12 +70,17 @@ class Engine:
         self._rule = rule_of(DecodeConfig(temperature=1.0, verify=verify))
         self._block_size = check_block_size(target, drafter, block_size)
         self._stop_slots = -(-max(len(target.config.stop_token_ids), 1) // STOP_SLOTS) * STOP_SLOTS
-        self._rounds = jnp.int32(rounds_per_step)
+        self._rounds = rounds_per_step
         self._news = 1 + rounds_per_step * self._block_size  # most tokens that a row gets in a step: its first one, then blocks
         self._chunk = prefill_chunk
         self._reuse = reuse_prefixes
         capacity = -(-(self.max_len + self._block_size) // 128) * 128
         self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
+        self._policy: WidthPolicy | None = None
+        if drafter is not None and widths is not None:
+            self._policy = WidthPolicy(widths.costs(target, drafter, self._state, self._rule), self._block_size)
+        self._width: int | None = None
+        """of the last rounds; None: the whole block"""
         self._slots = [Slot(row) for row in range(max_batch)]
         self._waiting: deque[Request] = deque()
         self._queue_lock = threading.Lock()
@@ -221,9 +229,11 @@ class Engine:
         if reading:
             self._read_prompt(self._next(reading))
         if any(slot.decoding for slot in self._slots):
-            models: Any = {"target": self.target, "drafter": self.drafter}
+            self._width, limit = self._policy.next() if self._policy is not None else (None, None)
+            rounds = jnp.int32(min(self._rounds, limit or self._rounds))
+            models: Any = {"target": self.target, "drafter": self.drafter, "rule": self._rule, "width": self._width}
             with self._on_device():
-                self._state = decode(self.target.params, self._draft_params, self._state, self._rounds, rule=self._rule, **models)
+                self._state = decode(self.target.params, self._draft_params, self._state, rounds, **models)
         self._look()
         return True
 
@@ -330,6 +340,14 @@ class Engine:
         with self._on_device():
             seen = jax.device_get(report(self._state, since_B, width=self._news))
         self._unread = False
+        if self._policy is not None and self._width is not None:
+            before = [slot.request.stats for slot in live if slot.request is not None]
+            rows = [slot.row for slot in live]
+            rounds = max((int(seen.rounds_B[row]) - old.rounds for row, old in zip(rows, before, strict=True)), default=0)
+            accepted_K = seen.accepted_BK[rows].sum(axis=0)
+            for old in before:
+                accepted_K[: len(old.accepted_histogram)] -= np.asarray(old.accepted_histogram, accepted_K.dtype)
+            self._policy.saw(self._width, rounds, accepted_K)
         stopped, ended = [], []
         for slot in live:
             request = slot.request

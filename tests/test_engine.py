@@ -14,6 +14,7 @@ from tiny_models import BLOCK, CONTEXT, HIDDEN, TABLE, TableTarget, dense_drafte
 from tiny_text import tiny_tokenizer
 
 import dflash_jax.engine as engine_module
+import dflash_jax.widths as widths_module
 from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.engine import Engine
@@ -249,6 +250,41 @@ def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
     length = len(SYSTEM) + len(first.tokens)
     assert (length - 1, length - 2 + BLOCK - 1) in newest, "the rejected end of the last block is written too"
     assert outcome(neighbour) == outcome(computed_anew(neighbour.prompt, max_new_tokens=70))
+
+
+@pytest.mark.one_cell
+def test_the_next_turn_with_a_windowed_drafter():
+    """Its cache is a ring that forgets, so what a hit keeps must be filled again where it was overwritten."""
+    drafter = dense_drafter(
+        vocab_size=TOKENS, mask_token_id=4, num_draft_layers=2, sliding_window=(6, None), causal=(False, False), block_size=4
+    )
+    turns = {True: [], False: []}
+    for reuse, requests in turns.items():
+        engine = make(drafter=drafter, reuse_prefixes=reuse, max_batch=2)
+        requests.append(engine.submit(SYSTEM, 20))
+        engine.run()
+        for text in (SYSTEM + requests[0].tokens + prompt(32, 10), SYSTEM + prompt(33, 4)):
+            requests.append(engine.submit(text, 25))
+            engine.run()
+    assert [outcome(r) for r in turns[True]] == [outcome(r) for r in turns[False]]
+    assert all(r.reused_tokens > 30 for r in turns[True][1:])
+    assert all(r.stats.accepted > 2 for r in turns[True])
+
+
+@pytest.mark.one_cell
+@pytest.mark.parametrize("pays", [False, True])
+def test_steps_take_the_width_that_pays(pays, tmp_path, monkeypatch):
+    costs = dict.fromkeys(range(1, BLOCK), 9.0) | {BLOCK: 1.0} if pays else {1: 1.0, BLOCK: 9.0}
+    monkeypatch.setattr(widths_module, "measure_widths", lambda *_: costs)
+    engine = make(widths=widths_module.WidthTable(tmp_path / "widths.json"))
+    requests = [engine.submit(text, **arguments) for text, arguments in GREEDY]
+    engine.run()
+    for request in requests:
+        out = generate(DENSE, None, [request.prompt], max_new_tokens=request.max_length - len(request.prompt),
+                       stop_token_ids=request.stop_token_ids)  # fmt: skip
+        assert request.tokens == out.tokens[0]
+    drafted, rounds = (sum(getattr(request.stats, name) for request in requests) for name in ("drafted", "rounds"))
+    assert drafted == rounds * (BLOCK - 1) if pays else drafted < rounds
 
 
 @pytest.mark.one_cell
