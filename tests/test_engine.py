@@ -255,9 +255,7 @@ def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
 @pytest.mark.one_cell
 def test_the_next_turn_with_a_windowed_drafter():
     """Its cache is a ring that forgets, so what a hit keeps must be filled again where it was overwritten."""
-    drafter = dense_drafter(
-        vocab_size=TOKENS, mask_token_id=4, num_draft_layers=2, sliding_window=(6, None), causal=(False, False), block_size=4
-    )
+    drafter = dense_drafter(vocab_size=TOKENS, mask_token_id=4, num_draft_layers=1, sliding_window=(6,), causal=(False,))
     turns = {True: [], False: []}
     for reuse, requests in turns.items():
         engine = make(drafter=drafter, reuse_prefixes=reuse, max_batch=2)
@@ -268,7 +266,7 @@ def test_the_next_turn_with_a_windowed_drafter():
             engine.run()
     assert [outcome(r) for r in turns[True]] == [outcome(r) for r in turns[False]]
     assert all(r.reused_tokens > 30 for r in turns[True][1:])
-    assert all(r.stats.accepted > 2 for r in turns[True])
+    assert sum(r.stats.accepted for r in turns[True][1:]) > 8, [r.stats.accepted for r in turns[True]]
 
 
 @pytest.mark.one_cell
