@@ -255,18 +255,23 @@ def test_the_next_turn_takes_the_caches_of_its_chat(monkeypatch, reach):
 @pytest.mark.one_cell
 def test_the_next_turn_with_a_windowed_drafter():
     """Its cache is a ring that forgets, so what a hit keeps must be filled again where it was overwritten."""
-    drafter = dense_drafter(vocab_size=TOKENS, mask_token_id=4, num_draft_layers=1, sliding_window=(6,), causal=(False,))
-    turns = {True: [], False: []}
+    window = 30
+    drafter = dense_drafter(vocab_size=TOKENS, mask_token_id=4, num_draft_layers=1, sliding_window=(window,), causal=(False,))
+    turns, seen = {True: [], False: []}, []
     for reuse, requests in turns.items():
         engine = make(drafter=drafter, reuse_prefixes=reuse, max_batch=2)
         requests.append(engine.submit(SYSTEM, 20))
         engine.run()
         for text in (SYSTEM + requests[0].tokens + prompt(32, 10), SYSTEM + prompt(33, 4)):
-            requests.append(engine.submit(text, 25))
+            requests.append(engine.submit(text, 5))
             engine.run()
+        row = next(slot.row for slot in engine._slots if slot.old_text[: len(text)] == text)
+        anchor = len(text) + len(requests[-1].tokens) - 1
+        keys_BGRE = engine._state.draft_cache.keys[0]
+        seen.append(np.asarray(keys_BGRE)[row, :, np.arange(anchor - window + 1, anchor) % keys_BGRE.shape[2]])
     assert [outcome(r) for r in turns[True]] == [outcome(r) for r in turns[False]]
-    assert all(r.reused_tokens > 30 for r in turns[True][1:])
-    assert sum(r.stats.accepted for r in turns[True][1:]) > 8, [r.stats.accepted for r in turns[True]]
+    assert [r.reused_tokens for r in turns[True]] == [0, len(SYSTEM) + 19, len(SYSTEM) - window + 1]
+    np.testing.assert_allclose(*seen, atol=1e-5)
 
 
 @pytest.mark.one_cell
