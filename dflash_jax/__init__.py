@@ -14,6 +14,7 @@ from dflash_jax.loss import dflash_loss
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.request import Request
 from dflash_jax.verify import verify_block
+from dflash_jax.widths import WidthTable
 
 __all__ = [
     "ContextFuser",
@@ -25,6 +26,7 @@ __all__ = [
     "Generation",
     "KVInjectionAttention",
     "Request",
+    "WidthTable",
     "dflash_loss",
     "generate",
     "load_drafter",

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from dflash_jax.config import Config, DecodeConfig
 from dflash_jax.conversations import first_messages, read_prompts
-from dflash_jax.decode import decode
 from dflash_jax.divergence import first_divergence
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
@@ -22,6 +21,7 @@ from dflash_jax.generate import (
     GenerationStats,
     advancing,
     check_prompts,
+    compiled,
     finish,
     generate,
     pool,
@@ -31,7 +31,7 @@ from dflash_jax.generate import (
 from dflash_jax.hf import load_drafter, load_text_target
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.targets import DenseTarget
-from dflash_jax.widths import WidthTable, candidates
+from dflash_jax.widths import WidthTable
 
 DTYPES = ("float32", "bfloat16")
 TRIAL_PROMPTS = 3
@@ -145,7 +145,7 @@ def _exactness(
 def time_decoding(
     target: DenseTarget, drafter: Drafter | None, prompt: list[int], options: DecodeConfig, widths: WidthTable | None = None
 ) -> Timing:
-    """Decode one prompt after its prefill, compilation apart: calls with zero rounds compile first.
+    """Decode one prompt after its prefill, compilation apart: it is over when the clock starts.
 
     `options.block_size` counts with a drafter only; with `widths` it is the largest width.
     """
@@ -153,10 +153,7 @@ def time_decoding(
     state, lengths = start(target, drafter, [prompt], options)
     rule = rule_of(options)
     advance = advancing(target, drafter, state, rule, widths)
-    for width in candidates(state.accepted_BK.shape[1]) if widths is not None else [None]:
-        params = (target.params, drafter.params if drafter is not None else ())
-        state = decode(*params, state, jnp.int32(0), target=target, drafter=drafter, rule=rule, width=width)
-    jax.block_until_ready(state)
+    state = compiled(target, drafter, state, rule, widths)
     before = time.perf_counter()
     while not bool(state.done_B.all()):
         state = jax.block_until_ready(advance(state, NO_LIMIT))

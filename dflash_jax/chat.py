@@ -6,19 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from dflash_jax.audit import ALARM, Audit
 from dflash_jax.config import Config, DecodeConfig
-from dflash_jax.decode import decode
 from dflash_jax.divergence import first_divergence
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, PromptError
-from dflash_jax.generate import Generation, rule_of, start, stream
+from dflash_jax.generate import Generation, compiled, rule_of, start, stream
 from dflash_jax.hf import load_drafter, load_text_target
 from dflash_jax.targets import DenseTarget
 from dflash_jax.tokenizer import StreamDecoder
+from dflash_jax.widths import WidthTable
 
 OTHER_SAMPLE = "another sample"
 
@@ -90,9 +87,7 @@ def _compared(target: DenseTarget, prompt: list[int], plain: list[int], fast: li
 
 def _answer(target: DenseTarget, drafter: Drafter | None, prompt: list[int], config: DecodeConfig, show: bool) -> Answer:
     state, _ = start(target, drafter, [prompt], config)  # compiles
-    rule = rule_of(config)
-    draft_params = drafter.params if drafter is not None else ()
-    jax.block_until_ready(decode(target.params, draft_params, state, jnp.int32(0), target=target, drafter=drafter, rule=rule))
+    compiled(target, drafter, state, rule_of(config), WidthTable(config.widths) if config.widths is not None else None)
     text = StreamDecoder(target.tokenizer)
     before = time.perf_counter()
     for piece in stream(target, drafter, prompt, config):

@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.sampling import PerRow, Sampling, sampling_rows
 from dflash_jax.targets import Target
-from dflash_jax.widths import WidthPolicy, WidthTable, decode_by
+from dflash_jax.widths import WidthPolicy, WidthTable, candidates, decode_by
 
 STREAM_ROUNDS = 4
 STOP_SLOTS = 8
@@ -157,12 +157,21 @@ def advancing(
     a table of widths. Raises `ConfigError` where the table does not suit."""
     if drafter is None or widths is None:
         params = (target.params, drafter.params if drafter is not None else ())
-        models: Any = {"target": target, "drafter": drafter, "rule": rule}
+        models: Any = {"target": target, "drafter": drafter, "rule": rule, "width": None}
         return lambda state, rounds: decode(*params, state, jnp.int32(rounds), **models)
     if state.audit is not None:
         raise ConfigError("an audit needs blocks of one width: leave out audit or widths")
     policy = WidthPolicy(widths.costs(target, drafter, state, rule), state.accepted_BK.shape[1])
     return lambda state, rounds: decode_by(policy, target, drafter, state, rule, rounds)
+
+
+def compiled(target: Target, drafter: Drafter | None, state: DecodeState, rule: Rule, widths: WidthTable | None) -> DecodeState:
+    """The state as it is, once every program that `advancing` calls has been compiled: what is timed afterwards is decoding."""
+    params = (target.params, drafter.params if drafter is not None else ())
+    adaptive = drafter is not None and widths is not None
+    for width in candidates(state.accepted_BK.shape[1]) if adaptive else [None]:
+        state = decode(*params, state, jnp.int32(0), target=target, drafter=drafter, rule=rule, width=width)
+    return jax.block_until_ready(state)
 
 
 def rule_of(options: DecodeConfig) -> Rule:

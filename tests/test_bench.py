@@ -13,9 +13,10 @@ import dflash_jax.bench as module
 from dflash_jax.bench import bench
 from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import first_messages
+from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, PromptError
-from dflash_jax.generate import generate
+from dflash_jax.generate import compiled, generate, start
 from dflash_jax.widths import WidthTable
 
 pytestmark = pytest.mark.one_cell
@@ -236,7 +237,11 @@ def test_time_is_that_of_decoding_alone(tmp_path):
     drafter = Drafter(*(getattr(module.load_drafter(drafter_folder(), target, dtype="float32"), n) for n in ("config", "params")))
     table = WidthTable(tmp_path / "widths.json")
     for d, widths in ((None, None), (drafter, None), (drafter, table)):
-        timing = module.time_decoding(target, d, prompt, DecodeConfig(max_new_tokens=NEW, block_size=3), widths)
+        options = DecodeConfig(max_new_tokens=NEW, block_size=3)
+        compiled(target, d, start(target, d, [prompt], options if d else DecodeConfig(NEW))[0], "match", widths)
+        programs = decode._cache_size()
+        timing = module.time_decoding(target, d, prompt, options, widths)
+        assert decode._cache_size() == programs, "the clock ran while something was compiled"
         assert timing.tokens == generate(target, None, [prompt], max_new_tokens=NEW).tokens[0]
         assert timing.emitted == len(timing.tokens) - 1
         assert timing.seconds > 0

@@ -19,14 +19,25 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_example_runs(capsys, monkeypatch):
     """The real model and the shipped drafter; only the answer is shorter."""
     monkeypatch.chdir(ROOT)
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert "max_new_tokens=128" in example
-    exec(compile(example.replace("max_new_tokens=128", "max_new_tokens=12"), "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    text, reason, tau = re.fullmatch(r"(.*) \['(length|stop)'\] ([\d.]+)\n", out, re.DOTALL).groups()
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
+    printed, names = [], {}
+    for example in examples:
+        for shown, shorter in {
+            "max_new_tokens=128": "max_new_tokens=12",
+            "max_batch=4, max_len=1024": "max_batch=1, max_len=64",
+        }.items():
+            assert shown in "".join(examples)
+            example = example.replace(shown, shorter)
+        exec(compile(example, "README.md", "exec"), names)
+        printed.append(capsys.readouterr().out)
+    text, reason, tau = re.fullmatch(r"(.*) \['(length|stop)'\] ([\d.]+)\n", printed[0], re.DOTALL).groups()
     assert len(text) > 20
     assert reason == "length"
     assert 1 <= float(tau) <= 8
+    assert names["request"].finish_reason in ("length", "stop")
+    assert printed[1] == names["request"].text
+    assert len(printed[1]) > 10
 
 
 def test_every_public_name_exists():
