@@ -28,6 +28,8 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MEASURED_ROUNDS, REPEATS = 8, 5
 HALF_LIFE = 64
 """rounds after which what was seen counts half: texts change"""
+FIRST_ROUNDS, FIRST_LOOK = 16, 4
+"""so many rounds are looked at in small lots before the policy is trusted with longer calls"""
 PROBE_ROUNDS = 2
 PROBE_SHARE = 0.01
 """of the time goes into whole blocks while narrower ones are used: what they accept is unknown otherwise"""
@@ -126,9 +128,10 @@ class WidthPolicy:
     def __init__(self, costs: dict[int, float], block_size: int) -> None:
         self.costs = {width: cost for width, cost in costs.items() if width <= block_size}
         self.widest = max(self.costs)
-        # One imagined round at which every draft stood: the first real ones decide, and the widest block is tried first.
-        self._seen_K = np.ones(self.widest)
-        self._stood_K = np.ones(self.widest)
+        # Half an imagined round in which every draft stood: the first real ones decide, and the widest block is tried first.
+        self._seen_K = np.full(self.widest, 0.5)
+        self._stood_K = np.full(self.widest, 0.5)
+        self._rounds = 0
         self._since_probe = 0.0
         """seconds decoded since the whole block was last used"""
 
@@ -143,7 +146,7 @@ class WidthPolicy:
             extra = PROBE_ROUNDS * (self.costs[self.widest] - self.costs[best])
             if self._since_probe * PROBE_SHARE >= extra:
                 return self.widest, PROBE_ROUNDS
-        return best, None
+        return best, FIRST_LOOK if self._rounds < FIRST_ROUNDS else None
 
     def saw(self, width: int, rounds: int, accepted_K: np.ndarray) -> None:
         """`rounds` passes of this width were made; `accepted_K[k]`: how many rows' rounds emitted k drafted tokens in them."""
@@ -154,6 +157,7 @@ class WidthPolicy:
             # The anchor's own slot always stands; slots past the width say nothing about themselves.
             self._seen_K[:width] = kept * self._seen_K[:width] + rows
             self._stood_K[:width] = kept * self._stood_K[:width] + reached_K[:width]
+        self._rounds += rounds
         self._since_probe = 0.0 if width == self.widest else self._since_probe + rounds * self.costs[width]
 
 
