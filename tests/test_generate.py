@@ -136,6 +136,7 @@ def texts_of(target, prompts, length=60):
     return [prompt + reference.plain(target.next_token, prompt, length).tokens for prompt in prompts]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("kind", ["random", "constant", "perfect", "half"])
 @pytest.mark.parametrize("length", range(1, 2 * BLOCK + 1))
 def test_prompt_lengths(kind, length):
@@ -153,6 +154,7 @@ def test_prompt_lengths(kind, length):
     assert out.tokens[0] == text[length : length + 20]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("max_new_tokens", range(1, 3 * BLOCK + 2))
 def test_every_length_cap(max_new_tokens):
     """Exactly as many tokens as asked; a perfect drafter commits a block a round, a useless one a token."""
@@ -170,6 +172,7 @@ def test_every_length_cap(max_new_tokens):
 STOP = 33
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("cap", range(1, 11))
 @pytest.mark.parametrize("good", [BLOCK, 2, 0])
 def test_stop_at_every_place_against_every_cap(cap, good):
@@ -221,6 +224,7 @@ def test_mask_token_as_text_is_kept(good):
         assert_row(out, 0, reference.speculative(target.next_token, script_of(drafter), prompt, 20, BLOCK))
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("new", [109, 110, 111])
 @pytest.mark.parametrize("good", [BLOCK, 3])
 def test_capacity_edge(new, good):

@@ -56,6 +56,7 @@ def test_the_context_after_plain_rounds_is_that_of_blocks(pair):
             np.testing.assert_allclose(one[row, :, :known], other[row, :, :known], atol=2e-5)
 
 
+@pytest.mark.one_cell
 def test_drafted_tokens_are_counted_by_width(pair):
     out, state = decoded(pair, [(1, 4), (3, 1), (BLOCK, 1)], new=9)
     for row in out.stats.rows:
@@ -67,6 +68,7 @@ def test_drafted_tokens_are_counted_by_width(pair):
     assert [row.rounds for row in useless.stats.rows] == [8, 8, 8]
 
 
+@pytest.mark.one_cell
 def test_no_round_is_more_than_was_asked_for(pair):
     target, drafter = pair
     for width, most in ((1, PLAIN_ROUNDS), (3, 40)):
@@ -95,6 +97,7 @@ def play(accepts, costs, rounds=400, seed=0):
     return np.array(used), np.array(times), np.array(tokens)
 
 
+@pytest.mark.one_cell
 def test_a_useless_drafter_costs_little():
     used, times, tokens = play(0.0, COSTS)
     assert set(used[:4]) == {8}, "the drafter gets its chance"
@@ -103,6 +106,7 @@ def test_a_useless_drafter_costs_little():
     assert (used[48:] == 8).any(), "and later another one"
 
 
+@pytest.mark.one_cell
 def test_a_good_drafter_is_used_at_its_best_width():
     def rate(accepts, width):
         return sum(accepts**k for k in range(width)) / COSTS[width]
@@ -114,6 +118,7 @@ def test_a_good_drafter_is_used_at_its_best_width():
     assert best == 8
 
 
+@pytest.mark.one_cell
 def test_a_drafter_that_becomes_good_is_found():
     random, policy = np.random.default_rng(1), WidthPolicy(COSTS, 8)
     widths = []
@@ -128,6 +133,7 @@ def test_a_drafter_that_becomes_good_is_found():
     assert widths[-1] == 8
 
 
+@pytest.mark.one_cell
 def test_widths_above_the_block_size_are_not_used():
     assert candidates(6) == [1, 2, 3, 4, 6]
     assert candidates(5) == [1, 2, 3, 4, 5]
@@ -144,6 +150,7 @@ def fake_costs(monkeypatch, costs=COSTS):
     return calls
 
 
+@pytest.mark.one_cell
 def test_costs_are_measured_once_a_case(pair, tmp_path, monkeypatch):
     target, drafter = pair
     calls = fake_costs(monkeypatch)
@@ -164,6 +171,7 @@ def test_costs_are_measured_once_a_case(pair, tmp_path, monkeypatch):
     assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("text", ["[]", "nonsense", '{"case": {"1": 0.1, "2": 0}}', '{"case": {"2": 0.1}}', '{"case": [1]}'])
 def test_a_foreign_file_is_refused(text, tmp_path):
     path = tmp_path / "w.json"
@@ -173,6 +181,7 @@ def test_a_foreign_file_is_refused(text, tmp_path):
     assert path.read_text() == text
 
 
+@pytest.mark.one_cell
 def test_measured_costs_are_of_every_width(pair):
     """The state that is measured with is a copy: the caller's stays as it is."""
     target, drafter = pair
@@ -184,6 +193,7 @@ def test_measured_costs_are_of_every_width(pair):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
 
 
+@pytest.mark.one_cell
 def test_generate_follows_the_table(pair, tmp_path, monkeypatch):
     target, drafter = pair
     plain = generate(target, None, PROMPTS, 60, stop_token_ids=[])
@@ -198,6 +208,7 @@ def test_generate_follows_the_table(pair, tmp_path, monkeypatch):
     assert cheap.stats == fixed.stats
 
 
+@pytest.mark.one_cell
 def test_an_audit_wants_one_width(pair, tmp_path):
     target, drafter = pair
     with pytest.raises(ConfigError, match="audit"):
