@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from dflash_jax.bench import DTYPES, TRIAL_PROMPTS, Timing, time_decoding, timed_prompts
+from dflash_jax.config import DecodeConfig
 from dflash_jax.conversations import first_messages
 from dflash_jax.hf import load_drafter, load_text_target
 from dflash_jax.prompts import packaged_prompts
@@ -79,7 +81,8 @@ class ZLab:
             return_stats=True,
         )
         tokens = out.output_ids[0, len(prompt) :].tolist()
-        return Timing(tokens, sum(out.acceptance_lengths), out.time_per_output_token * out.num_output_tokens)
+        seconds = out.time_per_output_token * out.num_output_tokens
+        return Timing(tokens, sum(out.acceptance_lengths), seconds, len(out.acceptance_lengths))
 
 
 def main() -> int:
@@ -104,14 +107,15 @@ def main() -> int:
             timing = theirs[dtype].time(prompt, args.max_new_tokens, plain)
         else:
             drafter = None if plain else drafters[dtype]
-            timing = time_decoding(targets[dtype], drafter, prompt, args.max_new_tokens, None if plain else args.block_size)
+            timing = time_decoding(targets[dtype], drafter, prompt, DecodeConfig(args.max_new_tokens, block_size=args.block_size))
         runs.setdefault((kind, dtype), []).append(timing)
 
     def rate(kind: str, dtype: str) -> float:
         return sum(t.emitted for t in runs[kind, dtype]) / sum(t.seconds for t in runs[kind, dtype])
 
     kinds = ["ours", "theirs", "ours plain", "theirs plain"]
-    run("theirs", DTYPES[0], encoded[0]), runs.clear()  # torch's first call sets itself up
+    run("theirs", DTYPES[0], encoded[0])  # torch's first call sets itself up
+    runs.clear()
     for prompt in encoded[:TRIAL_PROMPTS]:
         for kind in kinds:
             for dtype in DTYPES:
@@ -120,7 +124,7 @@ def main() -> int:
     for prompt in tqdm(encoded[TRIAL_PROMPTS:], unit="prompt"):
         for kind in kinds:
             run(kind, best[kind], prompt)
-    result = {"ratio": round(rate("ours", best["ours"]) / rate("theirs", best["theirs"]), 3)}
+    result: dict[str, Any] = {"ratio": round(rate("ours", best["ours"]) / rate("theirs", best["theirs"]), 3)}
     for kind in kinds:
         result[kind] = {"tokens_per_second": round(rate(kind, best[kind]), 2), "dtype": best[kind]}
     same = sum(a.tokens == b.tokens for a, b in zip(runs["ours", "float32"], runs["theirs", "float32"], strict=False))

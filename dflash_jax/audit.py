@@ -84,6 +84,8 @@ def observe(
     ratio_BJV = f_BJV if q_BJV is None else f_BJV - jnp.log(jnp.where(p_BJV > 0, p_BJV, 1))
     mean_BJ1 = (p_BJV * ratio_BJV).sum(-1, keepdims=True)
     value_BJ = jnp.take_along_axis(ratio_BJV, tokens_BK[:, :-1, None], axis=-1)[..., 0]
+    p_written_BJ = jnp.take_along_axis(p_BJV, tokens_BK[:, :-1, None], axis=-1)[..., 0]
+    value_BJ = jnp.where(p_written_BJ > 0, value_BJ, jnp.inf)  # a token that the target excludes needs no statistics
     variance_BJ = (p_BJV * jnp.square(ratio_BJV - mean_BJ1)).sum(-1)
     return audit._replace(f_BJV=f_BJV, score_BJ=value_BJ - mean_BJ1[..., 0], variance_BJ=variance_BJ)
 

@@ -165,8 +165,8 @@ def time_decoding(
 def _speed(target: DenseTarget, config: Config, encoded: Sequence[list[int]]) -> dict[str, Any]:
     """Plain and speculative tokens a second, prompt by prompt in turn, each in its faster dtype.
 
-    `useless` is a drafter of the same sizes whose drafts never stand: its rounds cost what any cost, which gives the acceptance
-    length that breaks even. With a table of widths, both drafters are also timed at the widths that pay.
+    `useless` is a drafter of the same sizes with parameters of zero, whose drafts hardly ever stand: its rounds cost what any cost,
+    which gives the acceptance length that breaks even. With a table of widths, both drafters are also timed at the widths that pay.
     """
     options = dataclasses.replace(config.decode, max_new_tokens=config.bench.max_new_tokens)
     widths = WidthTable(config.decode.widths) if config.decode.widths is not None else None
@@ -210,7 +210,8 @@ def _speed(target: DenseTarget, config: Config, encoded: Sequence[list[int]]) ->
             plain = time_decoding(targets[best["speculative"]], None, prompt, options)
         parted = first_divergence(target, prompt, plain.tokens, fast.tokens, options.temperature, options.seed)
         same += parted is None
-        beyond += parted is not None and not parted.near_tie
+        cut = options.temperature > 0 and (options.top_k > 0 or options.top_p < 1 or options.min_p > 0)
+        beyond += parted is not None and not parted.near_tie and not cut  # what was cut in one pass only has no margin
     plain_rate, fast_rate = rate("plain", best["plain"]), rate("speculative", best["speculative"])
     wasted = runs["useless", best["useless"]]
     round_seconds = sum(t.seconds for t in wasted) / max(sum(t.rounds for t in wasted), 1)

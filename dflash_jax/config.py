@@ -60,7 +60,7 @@ class DrafterSource:
     own_head: bool = False
     """learn a head instead of the target's; only our own decoder loads such a drafter"""
     temperature: float = 0.0
-    """of the drafts; 0 drafts the likeliest tokens, which is what greedy decoding wants"""
+    """of the drafts; 0 drafts the likeliest tokens (rules rejection and block: as the row samples), which greedy decoding wants"""
     dropout: float = 0.0
     """while training; 0.1 helps when rows are seen several times"""
     dtype: Dtype = "float32"
@@ -175,7 +175,7 @@ Rule = Literal["match", "rejection", "block"]
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Decoding by serve.py and regenerate; bench takes block_size from here and decodes greedily."""
+    """Decoding by serve.py, regenerate and bench."""
 
     max_new_tokens: int = 256
     """longest answer"""

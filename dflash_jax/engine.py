@@ -20,7 +20,15 @@ from dflash_jax.config import DecodeConfig, Rule
 from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, EngineError, PromptError
-from dflash_jax.generate import STOP_SLOTS, AcceptanceStats, check_block_size, check_prompts, rule_of
+from dflash_jax.generate import (
+    STOP_SLOTS,
+    AcceptanceStats,
+    check_block_size,
+    check_prompts,
+    check_stop_tokens,
+    check_whole,
+    rule_of,
+)
 from dflash_jax.request import Request
 from dflash_jax.rows import Chunk, Report, empty_state, freeze, prefill_chunk, report
 from dflash_jax.sampling import sampling_rows
@@ -60,23 +68,26 @@ class Engine:
         `rounds_per_step`: passes of the target between two looks at the rows. `prefill_chunk`: most prompt tokens a step reads.
         `verify` and `block_size` as in `generate`. `reuse_prefixes`: a prompt that begins like a text that a row still holds takes
         its caches (greedy and `match` tokens stay the same but for near-ties, because chunks fall elsewhere). `widths`: what rounds
-        cost here; each step then takes the width up to `block_size` that pays. Raises `ConfigError`.
+        cost here; each step then takes the width up to `block_size` that pays for what the rows accept together (so samples of
+        "rejection" and "block" then depend on the neighbours; greedy and "match" tokens never do). Raises `ConfigError`.
         """
-        numbers = {"max_batch": max_batch, "rounds_per_step": rounds_per_step, "prefill_chunk": prefill_chunk, "max_len": max_len}
-        for name, number in numbers.items():
-            _check_whole(name, number, 2 if name == "max_len" else 1)
+        max_batch, prefill_chunk = check_whole("max_batch", max_batch), check_whole("prefill_chunk", prefill_chunk)
+        rounds_per_step, max_len = check_whole("rounds_per_step", rounds_per_step), check_whole("max_len", max_len, 2)
         self.target, self.drafter = target, drafter
         self.max_len = min(max_len, target.config.max_position)
         self._rule = rule_of(DecodeConfig(temperature=1.0, verify=verify))
         self._block_size = check_block_size(target, drafter, block_size)
         self._stop_slots = -(-max(len(target.config.stop_token_ids), 1) // STOP_SLOTS) * STOP_SLOTS
-        self._rounds = rounds_per_step
-        self._news = 1 + rounds_per_step * self._block_size  # most tokens that a row gets in a step: its first one, then blocks
+        self._rounds = min(rounds_per_step, self.max_len)  # no row has more
+        # most tokens that a row gets in a step: its first one, then blocks
+        self._news = min(1 + self._rounds * self._block_size, self.max_len)
         self._chunk = prefill_chunk
         self._reuse = reuse_prefixes
         capacity = -(-(self.max_len + self._block_size) // 128) * 128
         self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
         self._policy: WidthPolicy | None = None
+        if widths is not None and not isinstance(widths, WidthTable):
+            raise ConfigError(f"widths is {widths!r}: give a WidthTable, as in widths=dflash_jax.WidthTable('widths.json')")
         if drafter is not None and widths is not None:
             self._policy = WidthPolicy(widths.costs(target, drafter, self._state, self._rule), self._block_size)
         self._width: int | None = None
@@ -121,16 +132,16 @@ class Engine:
                 f"the prompt has {length} tokens and the engine room for {self.max_len}, an answer token included: shorten it, or "
                 f"give a larger max_len (the target's context has {self.target.config.max_position})"
             )
-        _check_whole("max_new_tokens", max_new_tokens, 1)
+        max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
         shares: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         for name, number in shares.items():
             if not isinstance(number, Real):
                 raise ConfigError(f"{name} is {number!r}: give a number")
         for name, number in {"top_k": top_k, "seed": seed}.items():
-            _check_whole(name, number, 0)
+            check_whole(name, number, 0)
         request = Request(
             prompt=[int(token) for token in prompt_ids],
-            max_length=min(length + int(max_new_tokens), self.max_len),
+            max_length=min(length + max_new_tokens, self.max_len),
             sampling=sampling_rows(1, temperature, top_k, top_p, min_p, seed),
             stop_token_ids=self._check_stop_tokens(stop_token_ids),
             stop=self._check_stop_strings(stop),
@@ -144,8 +155,8 @@ class Engine:
     def step(self) -> bool:
         """Read one piece of a waiting prompt, decode all live rows a few rounds and look at what came; False when idle.
 
-        A KeyboardInterrupt leaves the engine usable unless it took the state away; after any other error it is broken, says so in
-        every later call, and must be made anew.
+        A KeyboardInterrupt leaves the engine usable unless it took the state away or came while the host was writing down what it
+        saw; then, and after any other error, the engine is broken, says so in every later call, and must be made anew.
         """
         self._step_lock.acquire()
         return self._step_and_unlock()
@@ -173,21 +184,15 @@ class Engine:
             raise EngineError(f"a step of this engine failed ({self._broken!r}): make a new Engine") from self._broken
 
     def _check_stop_tokens(self, ids: Any) -> tuple[int, ...]:
-        if not isinstance(ids, Collection | None):
-            raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
-        vocab = self.target.config.vocab_size
-        for token in ids or ():
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-                raise ConfigError(f"the stop token {token!r} is no token id: ids lie in 0..{vocab - 1}")
-        stops = tuple(sorted({int(token) for token in (self.target.config.stop_token_ids if ids is None else ids)}))
+        stops = check_stop_tokens(self.target, ids)
         if len(stops) > self._stop_slots:
             raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
-        return stops
+        return tuple(stops)
 
     def _check_stop_strings(self, stop: Any) -> tuple[str, ...]:
         if not isinstance(stop, Collection | None):
             raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
-        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
         if strings and self.target.tokenizer is None:
             raise ConfigError("stop strings need the target's tokenizer, and it has none: give stop_token_ids")
         for string in strings:
@@ -277,13 +282,13 @@ class Engine:
             slot.request, slot.used = request, self._clock
 
     def _next(self, reading: list[Slot]) -> Slot:
-        """Whose prompt is read: by turns the one with least left, so that short ones wait for one piece, and the oldest."""
+        """Whose prompt is read: the one with least left, so that short ones hardly wait, and every fourth time the oldest."""
         requests = {slot.row: slot.request for slot in reading}
 
         def rank(slot: Slot) -> tuple[int, int]:
             request = requests[slot.row]
             assert request is not None
-            return (0 if self._clock % 2 else len(request.prompt) - slot.read), request.id
+            return (0 if self._clock % 4 == 3 else len(request.prompt) - slot.read), request.id
 
         return min(reading, key=rank)
 
@@ -385,8 +390,3 @@ def _stats(seen: Report, row: int, new: int) -> AcceptanceStats:
     rounds = int(seen.rounds_B[row])
     accepted = sum(k * count for k, count in enumerate(histogram))
     return AcceptanceStats(rounds, int(seen.drafted_B[row]), accepted, new - 1, tuple(histogram))
-
-
-def _check_whole(name: str, number: Any, least: int) -> None:
-    if not isinstance(number, (int, np.integer)) or not least <= number < 2**31:
-        raise ConfigError(f"{name} is {number!r}: give a whole number from {least} to 2147483647")

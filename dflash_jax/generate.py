@@ -1,6 +1,6 @@
 """`generate`: token ids in, token ids and acceptance statistics out."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.sampling import PerRow, Sampling, sampling_rows
 from dflash_jax.targets import Target
-from dflash_jax.widths import WidthPolicy, WidthTable, candidates, decode_by
+from dflash_jax.widths import WidthPolicy, WidthTable, decode_by
 
 STREAM_ROUNDS = 4
 STOP_SLOTS = 8
@@ -112,7 +112,8 @@ def generate(
     while it runs that sampled tokens follow the target's law (`stats.audit`): |z| > 4 says that they do not.
 
     `widths`: a table of what rounds cost here; then each few rounds take the width up to `block_size` that pays for the acceptance
-    seen, plain decoding if none does. Without one every round has `block_size` slots.
+    seen, plain decoding if none does. Without one every round has `block_size` slots. Under "rejection" and "block" the
+    ends of rounds decide which sample comes out, so a seed gives the same text only without `widths`.
 
     An answer that reaches the target's context length ends with "length". Raises `PromptError` or `ConfigError` for unusable input.
     """
@@ -159,6 +160,8 @@ def advancing(
         params = (target.params, drafter.params if drafter is not None else ())
         models: Any = {"target": target, "drafter": drafter, "rule": rule, "width": None}
         return lambda state, rounds: decode(*params, state, jnp.int32(rounds), **models)
+    if not isinstance(widths, WidthTable):
+        raise ConfigError(f"widths is {widths!r}: give a WidthTable, as in widths=dflash_jax.WidthTable('widths.json')")
     if state.audit is not None:
         raise ConfigError("an audit needs blocks of one width: leave out audit or widths")
     policy = WidthPolicy(widths.costs(target, drafter, state, rule), state.accepted_BK.shape[1])
@@ -168,8 +171,10 @@ def advancing(
 def compiled(target: Target, drafter: Drafter | None, state: DecodeState, rule: Rule, widths: WidthTable | None) -> DecodeState:
     """The state as it is, once every program that `advancing` calls has been compiled: what is timed afterwards is decoding."""
     params = (target.params, drafter.params if drafter is not None else ())
-    adaptive = drafter is not None and widths is not None
-    for width in candidates(state.accepted_BK.shape[1]) if adaptive else [None]:
+    chosen: list[int | None] = [None]
+    if drafter is not None and widths is not None:
+        chosen = list(widths.costs(target, drafter, state, rule))
+    for width in chosen:
         state = decode(*params, state, jnp.int32(0), target=target, drafter=drafter, rule=rule, width=width)
     return jax.block_until_ready(state)
 
@@ -193,12 +198,7 @@ def start(
 
     `sampling`: the parameters of each prompt's row, instead of those of `options`.
     """
-    max_new_tokens = options.max_new_tokens
-    for name, number in (("max_new_tokens", max_new_tokens), ("block_size", options.block_size or 0)):
-        if not isinstance(number, (int, np.integer)):
-            raise ConfigError(f"{name} is {number!r}: give a whole number")
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}: ask for at least one token")
+    max_new_tokens = check_whole("max_new_tokens", options.max_new_tokens)
     block_size = check_block_size(target, drafter, options.block_size)
     lengths = check_prompts(target, prompts)
     room = target.config.max_position - max(lengths)
@@ -212,7 +212,7 @@ def start(
         tokens_BT[row] = 0
         tokens_BT[row, :length] = np.asarray(prompt, np.int32)
         lengths_B[row], end_B[row] = length, min(length + max_new_tokens, target.config.max_position)
-    stops = sorted(set(target.config.stop_token_ids if stop_token_ids is None else stop_token_ids))
+    stops = check_stop_tokens(target, stop_token_ids)
     stops_S = np.asarray(stops + [-1] * (-len(stops) % STOP_SLOTS or (0 if stops else STOP_SLOTS)), np.int32)
     if sampling is None:
         own = (options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
@@ -275,6 +275,7 @@ def pool(rows: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 def check_block_size(target: Target, drafter: Drafter | None, block_size: int | None) -> int:
     """Slots a block while decoding. Raises `ConfigError` for a size or a target that the drafter was not made for."""
+    block_size = None if block_size is None else check_whole("block_size", block_size)
     if drafter is None:
         width, longest = 1 if block_size is None else block_size, target.config.max_position
         if not 1 <= width <= longest:
@@ -286,6 +287,27 @@ def check_block_size(target: Target, drafter: Drafter | None, block_size: int | 
         raise ConfigError(f"block_size is {size}: this drafter was trained for blocks of 2..{trained} slots")
     check_drafter_fits(drafter.config, target.config)
     return size
+
+
+def check_whole(name: str, number: Any, least: int = 1) -> int:
+    """The number as a Python int: narrow numpy ones overflow when one counts with them. Raises `ConfigError`."""
+    if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least:
+        raise ConfigError(f"{name} is {number!r}: give a whole number, {least} or more")
+    return int(number)
+
+
+def check_stop_tokens(target: Target, ids: Any) -> list[int]:
+    """Stop tokens, each once; None takes the target's. Raises `ConfigError` for what are no token ids."""
+    if ids is None:
+        return sorted(set(target.config.stop_token_ids))
+    vocab = target.config.vocab_size
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Collection, np.ndarray, jax.Array)):
+        raise ConfigError(f"stop_token_ids is {ids!r}: give a list of token ids")
+    each = np.asarray(ids).reshape(-1).tolist() if isinstance(ids, (np.ndarray, jax.Array)) else list(ids)
+    for token in each:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+            raise ConfigError(f"the stop token {token!r} is no token id: ids lie in 0..{vocab - 1}")
+    return sorted({int(token) for token in each})
 
 
 def check_prompts(target: Target, prompts: Sequence[Any]) -> list[int]:

@@ -6,9 +6,11 @@ but not on what the tokens are. The best width is the one with the most tokens a
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import Rule, read_json
+from dflash_jax.config import Rule
 from dflash_jax.decode import PLAIN_ROUNDS, DecodeState, decode
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
@@ -41,22 +43,16 @@ class WidthTable:
     def __init__(self, path: str | Path) -> None:
         """Raises `ConfigError` when the file holds something else."""
         self.path = Path(path)
-        self._cases: dict[str, dict[int, float]] = {}
-        if self.path.exists():
-            for case, costs in read_json(self.path).items():
-                try:
-                    self._cases[case] = {int(width): float(cost) for width, cost in costs.items()}
-                except (AttributeError, TypeError, ValueError):
-                    self._cases[case] = {}
-                if 1 not in self._cases[case] or not all(cost > 0 for cost in self._cases[case].values()):
-                    raise ConfigError(f"{self.path} is no table of widths ({case!r} has no seconds by width): delete it")
+        self._cases = _read(self.path)
 
     def costs(self, target: Target, drafter: Drafter, state: DecodeState, rule: Rule) -> dict[int, float]:
         """Seconds a round of every candidate width for states of this shape; measures and saves them if they are not known."""
         case = _case(target, drafter, state, rule)
         if case not in self._cases:
-            self._cases[case] = measure_widths(target, drafter, state, rule)
-            self._save()
+            measured = measure_widths(target, drafter, state, rule)
+            with _saving:
+                self._cases = _read(self.path) | {case: measured}  # others may have saved meanwhile
+                self._save()
         return self._cases[case]
 
     def _save(self) -> None:
@@ -70,14 +66,46 @@ class WidthTable:
             raise ConfigError(f"{self.path} cannot be written ({error}): name another file for the table of widths") from None
 
 
+_saving = threading.Lock()
+"""threads would write over each other; two processes that save within the same millisecond lose one measurement, no more"""
+
+
+def _read(path: Path) -> dict[str, dict[int, float]]:
+    """The cases of a file; none if there is no file yet."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        cases = {case: {int(width): float(cost) for width, cost in costs.items()} for case, costs in found.items()}
+        sound = all(1 in costs and min(costs) >= 1 and all(0 < c < math.inf for c in costs.values()) for costs in cases.values())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}): name a JSON file for the table of widths") from None
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"{path} is no table of widths (seconds by width, case by case): delete it, or name another file")
+    return cases
+
+
 def _case(target: Target, drafter: Drafter, state: DecodeState, rule: Rule) -> str:
     """What the costs depend on, in words that a reader of the file understands."""
-    batch, capacity = state.tokens_BL.shape
+    (batch, capacity), block_size = state.tokens_BL.shape, state.accepted_BK.shape[1]
     device = jax.devices()[0]
     models = hashlib.sha256(repr((target.config, drafter.config)).encode()).hexdigest()[:12]
     machine = f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} {platform.machine()} cores, jax {jax.__version__}"
-    kind = "greedy" if state.sampling is None else rule
-    return f"{machine}; {target.config.model_type} {models}, {target.config.dtype}; batch {batch}, context {capacity}; {kind}"
+    shape = f"batch {batch}, context {capacity}, blocks up to {block_size}"
+    return f"{machine}; {target.config.model_type} {models}, {target.config.dtype}; {shape}; {_kind(state, rule)}"
+
+
+def _kind(state: DecodeState, rule: Rule) -> str:
+    """Noise and sorting cost too, where a row asks for them. An engine counts as what its rows were when it began: greedy."""
+    if state.sampling is None:
+        return "greedy"
+    temperature_B, top_k_B, top_p_B, min_p_B = (np.asarray(x) for x in state.sampling[:4])
+    if not (temperature_B > 0).any():
+        return f"greedy, {rule}"
+    cuts_B = (top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)
+    return f"sampled, {rule}" + ", cut" * bool((cuts_B & (temperature_B > 0)).any())
 
 
 def candidates(block_size: int) -> list[int]:
@@ -96,18 +124,15 @@ def measure_widths(target: Target, drafter: Drafter, like: DecodeState, rule: Ru
     start = max(1, min(capacity // 2, capacity - (rounds + 1) * block_size))
 
     def fresh(state: DecodeState) -> DecodeState:
-        sampling = state.sampling
-        if sampling is not None:
-            sampling = sampling._replace(temperature_B=jnp.ones_like(sampling.temperature_B))
         return state._replace(
             length_B=jnp.full_like(state.length_B, start),
             end_B=jnp.full_like(state.end_B, capacity),
             done_B=jnp.zeros_like(state.done_B),
             stops_BS=jnp.full_like(state.stops_BS, -1),
-            sampling=sampling,
         )
 
-    state = fresh(jax.tree.map(jnp.zeros_like, like))
+    # The sampling is the caller's own, in arrays that may be donated.
+    state = fresh(jax.tree.map(jnp.zeros_like, like)._replace(sampling=jax.tree.map(jnp.copy, like.sampling)))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for repeat in range(REPEATS + 1):
         for width in widths:

@@ -133,7 +133,8 @@ def test_every_option_has_a_meaning(capsys):
 # Exit statuses
 
 KINDS = [
-    errors.DFlashError, errors.ConfigError, errors.CheckpointError, errors.DataError, errors.PromptError, errors.NonFiniteLossError
+    errors.DFlashError, errors.ConfigError, errors.CheckpointError, errors.DataError, errors.PromptError,
+    errors.EngineError, errors.NonFiniteLossError,
 ]  # fmt: skip
 
 

@@ -277,7 +277,8 @@ def test_the_next_turn_with_a_windowed_drafter():
 @pytest.mark.one_cell
 @pytest.mark.parametrize("pays", [False, True])
 def test_steps_take_the_width_that_pays(pays, tmp_path, monkeypatch):
-    costs = dict.fromkeys(range(1, BLOCK), 9.0) | {BLOCK: 1.0} if pays else {1: 1.0, BLOCK: 9.0}
+    # Before anything was seen the whole block looks best: only what the rows accept can tell that it is not.
+    costs = dict.fromkeys(range(1, BLOCK), 9.0) | {BLOCK: 1.0} if pays else {1: 1.0, BLOCK: 3.0}
     monkeypatch.setattr(widths_module, "measure_widths", lambda *_: costs)
     engine = make(widths=widths_module.WidthTable(tmp_path / "widths.json"))
     requests = [engine.submit(text, **arguments) for text, arguments in GREEDY]
@@ -287,7 +288,7 @@ def test_steps_take_the_width_that_pays(pays, tmp_path, monkeypatch):
                        stop_token_ids=request.stop_token_ids)  # fmt: skip
         assert request.tokens == out.tokens[0]
     drafted, rounds = (sum(getattr(request.stats, name) for request in requests) for name in ("drafted", "rounds"))
-    assert drafted == rounds * (BLOCK - 1) if pays else drafted < rounds
+    assert drafted == rounds * (BLOCK - 1) if pays else 0 < drafted < 2.5 * rounds
 
 
 @pytest.mark.one_cell
