@@ -112,5 +112,6 @@ def result(audit: AuditState | None, temperature_B: Array | None) -> Audit:
     sums_B, variance_B, tokens_B, temperature_B = jax.device_get((audit.sum_B, audit.variance_B, audit.tokens_B, temperature_B))
     sampled_B = temperature_B > 0
     variance = variance_B[sampled_B].astype(np.float64).sum()
-    z = sums_B[sampled_B].astype(np.float64).sum() / np.sqrt(variance) if variance > 0 else float("nan")
+    total = sums_B[sampled_B].astype(np.float64).sum()
+    z = total / np.sqrt(variance) if variance > 0 else total if np.isinf(total) else float("nan")
     return Audit(float(z), int(tokens_B[sampled_B].sum()))

@@ -134,18 +134,22 @@ def draws_the_target_again(p_B1V, residual_B1V, places_B1, anchors_B, sampling):
     return sampling_module._drawn(jnp.log(p_B1V), places_B1, sampling, sampling_module.REDRAW, anchors_B)
 
 
-def shares_the_drafts_key(p_B1V, residual_B1V, places_B1, anchors_B, sampling):
-    return sampling_module._drawn(jnp.log(residual_B1V), places_B1, sampling, sampling_module.DRAFT_DRAW, anchors_B)
-
-
-@pytest.mark.parametrize(
-    ("fault", "rule", "rows"), [(draws_the_target_again, "block", ROWS), (shares_the_drafts_key, "rejection", 12 * ROWS)]
-)
-def test_a_dishonest_sampler_is_found(target, monkeypatch, fault, rule, rows):
-    monkeypatch.setattr(decode_module, "_verify_by_law", with_bonus(fault))
-    found = audited(target, rule, case=1, rows=rows).stats.audit
+def test_a_dishonest_sampler_is_found(target, monkeypatch):
+    """Shared keys need more text than a test has; `test_lossless` finds them."""
+    monkeypatch.setattr(decode_module, "_verify_by_law", with_bonus(draws_the_target_again))
+    found = audited(target, "block", case=1).stats.audit
     assert abs(found.z) > 4
     assert found.alarming
+
+
+def test_a_token_that_the_target_excludes_alarms_at_once():
+    p_1KV = jnp.asarray([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]], jnp.float32)
+    q_1JV = jnp.full((1, 1, 3), 1 / 3, jnp.float32)
+    for token, alarming in ((2, True), (1, False)):
+        seen = observe(begin(1, 2, 3), jnp.asarray([[token]]), q_1JV, p_1KV, jnp.asarray([[token, 0]]))
+        for emitted, counts in ((1, alarming), (0, False)):
+            found = result(count(seen, jnp.asarray([emitted])), jnp.asarray([1.0]))
+            assert found.alarming == counts
 
 
 def test_text_without_drafted_samples_has_no_z(target):

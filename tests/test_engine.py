@@ -336,6 +336,7 @@ class Pieces(Tokenizer):
 STRINGS = [("ll",), ("hello", "he"), ("é",), ("o\n",), ("\n\nh", "x"), ("stop",), ("sé", "op")]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("strings", STRINGS, ids=repr)
 def test_text_stops_where_decoding_everything_again_finds_the_string(strings):
     cut = strings in STRINGS[-2:]
@@ -371,6 +372,7 @@ def speaking():
     return target, scripted_drafter([[0] * 4 + said] * 2, vocab_size=vocab, mask_token_id=3), tokenizer, said
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
     target, drafter, tokenizer, said = speaking
@@ -471,6 +473,7 @@ def test_threads(served):
         assert tokens == text[3 + seed % 5 :]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("where", ["prefill_chunk", "decode", "report"])
 def test_an_interrupt_loses_nothing(monkeypatch, where):
     """At every step: before the device takes the state, or when it has gone on and the host has not looked yet."""
@@ -496,6 +499,7 @@ def test_an_interrupt_loses_nothing(monkeypatch, where):
     assert interrupts > 3
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
 def test_an_engine_that_lost_its_state_says_so(monkeypatch, error):
     engine = make(small_table(), None)
@@ -549,6 +553,7 @@ def test_what_cannot_be_decoded_is_refused_at_once():
         make(small_table(270, tokenizer=tiny_tokenizer()), None).submit([1], stop=[""])
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("name", ["max_batch", "max_len", "rounds_per_step", "prefill_chunk"])
 def test_an_engine_needs_whole_sizes(name):
     for number in (0, 1.5, None):

@@ -442,6 +442,7 @@ BAD = {
 }
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_by_name(name):
     changes, error, message = BAD[name]
@@ -452,6 +453,7 @@ def test_bad_input_is_refused_by_name(name):
     assert prefill._cache_size() == before, "refused before anything ran"
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("prompts", ["hello", ["hello"], [1, 2, 3], [[1.5, 2]], [[[1, 2], [3]]], [[True]]], ids=str)
 def test_what_is_no_token_ids_is_refused(prompts):
     with pytest.raises(PromptError, match="prompt 0 is not a list of token ids"):

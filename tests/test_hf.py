@@ -182,6 +182,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_is_refused(folder, target, changes, message):
     edit(folder, **changes)
@@ -210,6 +211,7 @@ BAD_VALUES = {
 }
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("changes", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
 def test_bad_value(folder, target, changes, message):
     edit(folder, **changes)
@@ -325,6 +327,7 @@ def test_ctrl_c_between_the_renames(folder, target, monkeypatch):
     equal_params(load_drafter(folder, target), want)
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("architectures", [5, [["a"]], None])
 def test_an_odd_config_is_not_a_drafters(tmp_path, architectures):
     (tmp_path / "d").mkdir()

@@ -159,6 +159,7 @@ BAD = [("temperature", -0.1), ("temperature", math.nan), ("top_k", -1), ("top_p"
 BAD += [("min_p", -0.1), ("min_p", 1.0), ("min_p", math.nan), ("seed", -1), ("seed", 2**31)]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}: give"):
@@ -196,6 +197,7 @@ BAD_ROWS = [
 ]
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("name", "value", "message"), BAD_ROWS)
 def test_bad_values_are_refused_with_their_row(name, value, message):
     with pytest.raises(ConfigError, match=message):
