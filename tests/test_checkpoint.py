@@ -77,23 +77,27 @@ def test_restored_onto_another_mesh(checkpoints):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.one_cell
 def test_only_the_newest_are_kept(checkpoints, tmp_path):
     for step in (1, 2, 3):
         checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
+@pytest.mark.one_cell
 def test_saving_a_step_twice_is_no_error(checkpoints):
     checkpoints.save(filled(2, seed=1), DATA, IDENTITY, CONFIG)
     checkpoints.save(filled(2, seed=2), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2, seed=1))
 
 
+@pytest.mark.one_cell
 def test_nothing_to_restore(checkpoints):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint: start without --resume"):
         checkpoints.restore(empty(), IDENTITY)
 
 
+@pytest.mark.one_cell
 def test_another_config_is_refused_by_name(checkpoints):
     checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
     with pytest.raises(CheckpointError, match=r"another config \(optim\.learning_rate: 0\.001 there, 0\.1 now\)"):
@@ -103,12 +107,14 @@ def test_another_config_is_refused_by_name(checkpoints):
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2))
 
 
+@pytest.mark.one_cell
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints .* give another train\.run_dir"):
         Checkpoints(tmp_path / "f" / "checkpoints", keep=1)
 
 
+@pytest.mark.one_cell
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # those of Orbax's writing threads
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
@@ -127,6 +133,7 @@ def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
     gc.collect()  # what is left of the failed save must not show in another test
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("part", ["data", "identity", "state"])
 @pytest.mark.parametrize("how", ["cut", "gone"])
 def test_damaged_checkpoints_are_named(checkpoints, tmp_path, part, how):

@@ -131,6 +131,7 @@ def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
     assert_same(plain, run_steps(make_rows(), mesh=mesh(*sizes), config=config))
 
 
+@pytest.mark.one_cell
 def test_rows_are_independent_of_padding(plain):
     """What stands in the padding cannot matter."""
     rows = make_rows()
@@ -186,6 +187,7 @@ def test_the_target_takes_no_gradient():
     assert {float(np.abs(x).max()) for x in leaves(of_target).values()} == {0.0}
 
 
+@pytest.mark.one_cell
 def test_the_state_holds_no_target():
     state = init_state(Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
     assert set(leaves(state.params)) == set(leaves(Drafter.random(jax.random.key(1), DRAFTER).params))
@@ -195,6 +197,7 @@ def test_the_state_holds_no_target():
 # Features and vocabulary
 
 
+@pytest.mark.one_cell
 def test_features_may_be_given(plain):
     """Features computed before are those of the step, and bfloat16 ones change the gradient by no more than their rounding."""
     rows = make_rows()
@@ -209,6 +212,7 @@ def test_features_may_be_given(plain):
     assert abs(other[2][0].sums.loss - plain[2][0].sums.loss) > 1e-3, "features matter"
 
 
+@pytest.mark.one_cell
 def test_features_are_the_targets_taps():
     """Layer outputs of the rows' tokens at positions 0.., padding unseen."""
     rows = make_rows()
@@ -294,6 +298,7 @@ def _one_anchor():
 # Sizes that do not fit
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(
     ("sizes", "fields", "message"),
     [

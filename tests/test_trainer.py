@@ -120,6 +120,7 @@ def whole(tmp_path_factory):
 # What a run leaves behind
 
 
+@pytest.mark.one_cell
 def test_metrics(whole):
     lines = metrics_of(whole)
     assert [line["step"] for line in lines] == [2, 4]
@@ -159,6 +160,7 @@ def test_diagnostics_are_means_over_the_window(tmp_path, monkeypatch):
     assert list((run_dir / "tensorboard").iterdir())
 
 
+@pytest.mark.one_cell
 def test_config_is_saved_merged(whole):
     saved = json.loads((whole / "config.json").read_text())
     assert saved == json.loads(to_json(tiny_run.tiny_run(whole)))
@@ -178,6 +180,7 @@ def test_the_drafter_loads_and_drafts(whole):
     assert fast.stats.pooled.rounds > 0
 
 
+@pytest.mark.one_cell
 def test_only_the_last_checkpoints_stay(whole):
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4"]
     names = final_state(whole, 4)
@@ -245,6 +248,7 @@ def test_eight_devices_and_another_mesh_after(tmp_path, monkeypatch, whole):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
+@pytest.mark.one_cell
 def test_another_config_cannot_continue(tmp_path, whole):
     shutil.copytree(whole, tmp_path / "r")
     config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, optim__learning_rate=0.5, train__anchors_per_row=4)
@@ -259,6 +263,7 @@ def test_another_config_cannot_continue(tmp_path, whole):
     assert json.loads((tmp_path / "r" / "config.json").read_text())["data"]["seed"] == 0, "nothing was written"
 
 
+@pytest.mark.one_cell
 def test_a_run_folder_in_use_is_left_alone(whole):
     before = (whole / "metrics.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"holds a run that reached step 4: --resume it, or give another train\.run_dir"):
@@ -396,12 +401,14 @@ def test_a_loaded_drafter_stays_what_it_is(tmp_path, monkeypatch):
             trainer.fit(tiny_run.tiny_run(tmp_path / name, **loaded, **{f"drafter__{name}": value}))
 
 
+@pytest.mark.one_cell
 def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.os, "sysconf", lambda name: 1)
     with pytest.raises(ConfigError, match=r"train\.features memory needs more memory than there is: use online"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
 
 
+@pytest.mark.one_cell
 def test_start_from_the_target(tmp_path, monkeypatch):
     started = first_parameters(tmp_path, monkeypatch, train__init="target")
     up = next(value for name, value in started.items() if "up_proj" in name)
@@ -480,6 +487,7 @@ def test_refused_runs(tmp_path, changes, kind, message):
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+@pytest.mark.one_cell
 def test_a_finished_drafter_is_not_overwritten(tmp_path, whole):
     shutil.copytree(whole / "drafter", tmp_path / "r" / "drafter")
     with pytest.raises(ConfigError, match="is the drafter of an earlier run: give another train.run_dir"):
@@ -492,6 +500,7 @@ def test_one_training_at_a_time(tmp_path):
         trainer.fit(tiny_run.tiny_run(tmp_path))
 
 
+@pytest.mark.one_cell
 def test_rows_longer_than_the_context_are_refused(tmp_path):
     """The tiny target reads 128 tokens; `max_length` alone would let longer rows pass."""
     text = [{"messages": [user("ab " * 100), assistant("hello " * 60)]}]
@@ -502,6 +511,7 @@ def test_rows_longer_than_the_context_are_refused(tmp_path):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes))
 
 
+@pytest.mark.one_cell
 def test_heldout_prompts_are_not_trained_on(tmp_path):
     config = tiny_run.tiny_run(tmp_path / "r")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=config.data.train))
@@ -509,6 +519,7 @@ def test_heldout_prompts_are_not_trained_on(tmp_path):
         trainer.fit(config)
 
 
+@pytest.mark.one_cell
 def test_a_target_without_tokenizer(tmp_path):
     folder = tmp_path / "t"
     shutil.copytree(target_folder(), folder)
