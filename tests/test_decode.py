@@ -241,6 +241,7 @@ def test_context_is_projected_once_a_verified_token():
     assert len(keys_and_values) == 8, "of the context and of the block, in each of two layers"
 
 
+@pytest.mark.one_cell
 def test_a_round_costs_the_same_however_many_there_were():
     target, drafter = dense_target(), dense_drafter()
 
@@ -255,4 +256,5 @@ def test_a_round_costs_the_same_however_many_there_were():
     few, many = jnp.int32(12), jnp.int32(96)
     seconds(few)
     times = [(seconds(few), seconds(many)) for _ in range(15)]
-    assert min(t for _, t in times) < 1.3 * min(t for t, _ in times)
+    # A cost that grew with the rounds before would show as 4 to 8 times; the clock of a busy machine is worth up to 1.5.
+    assert min(t for _, t in times) < 2.5 * min(t for t, _ in times)
