@@ -157,37 +157,19 @@ def draft(
 
 def verify(
     params: Any,
-    draft_params: Any,
     state: DecodeState,
     draft_BJ: Int[Array, "B J"],
     q_BJV: Float[Array, "B J V"] | None,
     target: Target,
     drafter: Drafter | None,
     rule: Rule = "match",
-) -> tuple[DecodeState, Int[Array, "B K"], Int[Array, " B"]]:
-    """One pass of the target over [anchor, drafts]: what to commit, how many of it, and grown caches.
+) -> tuple[DecodeState, Verified, tuple[Float[Array, "B K M"], Int[Array, "B K"]]]:
+    """One pass of the target over [anchor, drafts]: its grown cache, what to commit, and what `with_context` takes.
 
     `match`: the target's own keyed draw must equal the draft, so the text is that of plain decoding, token for token. `rejection`
     and `block` judge by the law the drafts were drawn from (`q_BJV`): the text is another sample of the same law. Without a drafter
     the slots after the anchor hold any token, and none of them stands: plain decoding in passes of the state's width.
     """
-    state, verified, context = _judge(params, state, draft_BJ, q_BJV, target, drafter, rule)
-    return _with_context(draft_params, state, drafter, *context), verified.tokens_BK, verified.tau_B
-
-
-def _with_context(
-    draft_params: Any, state: DecodeState, drafter: Drafter | None, taps_BKM: Array, positions_BK: Array
-) -> DecodeState:
-    """Rejected slots are written too: the next block cannot see them, and the next verify pass rewrites them."""
-    if drafter is None:
-        return state
-    return state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
-
-
-def _judge(
-    params: Any, state: DecodeState, draft_BJ: Array, q_BJV: Array | None, target: Target, drafter: Drafter | None, rule: Rule
-) -> tuple[DecodeState, Verified, tuple[Array, Array]]:
-    """`verify` without the drafter's context: also gives what extends it, taps [B, K, M] and positions [B, K]."""
     anchors_B = state.length_B - 1
     anchor_tokens_B1 = jnp.take_along_axis(state.tokens_BL, anchors_B[:, None], axis=1)
     block_BK = jnp.concatenate([anchor_tokens_B1, draft_BJ], axis=1)
@@ -214,6 +196,15 @@ def _judge(
         audit = observe(state.audit, draft_BJ, q_BJV, law(logits_BKV, sampling), verified.tokens_BK)
         state = state._replace(audit=audit)
     return state._replace(target_cache=target_cache), verified, (taps_BKM, positions_BK)
+
+
+def with_context(
+    draft_params: Any, state: DecodeState, drafter: Drafter | None, taps_BKM: Array, positions_BK: Array
+) -> DecodeState:
+    """Rejected slots are written too: the next block cannot see them, and the next verify pass rewrites them."""
+    if drafter is None:
+        return state
+    return state._replace(draft_cache=drafter.extend_context(draft_params, taps_BKM, positions_BK, state.draft_cache))
 
 
 def _verify_by_law(draft_BJ: Array, q_BJV: Array, p_BKV: Array, anchors_B: Array, sampling: Sampling, rule: Rule) -> Verified:
@@ -297,12 +288,12 @@ def decode(
         draft_BJ, q_BJV = jnp.zeros((batch, 0), jnp.int32), None
         if drafter is not None and not plain:
             draft_BJ, q_BJV = draft(params, draft_params, head_VD, state, target, drafter, width, rule)
-        state, verified, context = _judge(params, state, draft_BJ, q_BJV, target, drafter, rule)
+        state, verified, context = verify(params, state, draft_BJ, q_BJV, target, drafter, rule)
         if plain:
             unread = tuple(jax.lax.dynamic_update_slice_in_dim(x, new, rounds, 1) for x, new in zip(unread, context, strict=True))
         else:
-            state = _with_context(draft_params, state, drafter, *context)
+            state = with_context(draft_params, state, drafter, *context)
         return rounds + 1, _booked(state, verified, draft_BJ.shape[1]), unread
 
     _, state, unread = jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state, unread))
-    return _with_context(draft_params, state, drafter, *unread) if plain else state
+    return with_context(draft_params, state, drafter, *unread) if plain else state

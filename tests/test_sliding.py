@@ -10,7 +10,7 @@ import reference
 from tiny_models import BLOCK, HIDDEN, TAPS, VOCAB, dense_drafter, dense_target, random_prompt
 
 from dflash_jax.config import DecodeConfig
-from dflash_jax.decode import commit, verify
+from dflash_jax.decode import commit, verify, with_context
 from dflash_jax.generate import generate, start
 
 pytestmark = pytest.mark.one_cell
@@ -47,8 +47,9 @@ def forced_round(params, draft_params, state, forced_BJ, target, drafter):
     block_BKD = drafter.embed_block(draft_params, anchor_B, BLOCK, partial(target.embed, params))
     hidden_BKD = drafter.propose(draft_params, block_BKD, positions_BK, state.draft_cache)
     logits_BJV = drafter.unembed(hidden_BKD[:, 1:], drafter.head(draft_params, target, params), target, params)
-    state, tokens_BK, tau_B = verify(params, draft_params, state, forced_BJ, None, target, drafter)
-    return logits_BJV, *commit(state, tokens_BK, tau_B)
+    state, verified, context = verify(params, state, forced_BJ, None, target, drafter)
+    state = with_context(draft_params, state, drafter, *context)
+    return logits_BJV, *commit(state, verified.tokens_BK, verified.tau_B)
 
 
 def test_every_round_drafts_as_from_scratch(models):
@@ -59,7 +60,7 @@ def test_every_round_drafts_as_from_scratch(models):
     random, emitted = np.random.default_rng(0), []
     while not bool(state.done_B.all()):
         lengths, live = np.asarray(state.length_B), ~np.asarray(state.done_B)
-        # Wrong drafts after the accepted ones; a row that is done stands still and keeps writing past its end.
+        # Wrong drafts after the accepted ones; a row that is done stands still.
         accepted = random.choice([0, *range(BLOCK), BLOCK - 1], len(texts))
         forced = np.zeros((len(texts), BLOCK - 1), np.int32)
         for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
