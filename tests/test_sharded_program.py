@@ -54,7 +54,7 @@ def compiled_decode(target_config, drafter_config, devices, capacity, platform):
     draft_params = split(abstract_drafter(drafter_config), drafter_config.dtype)
     models = {"target": DenseTarget(target_config, params), "drafter": Drafter(drafter_config, draft_params)}
     options = models | {"block_size": drafter_config.block_size, "capacity": capacity}
-    prompt = (integers(1, 128), integers(1), integers(1), integers(8))
+    prompt = (integers(1, 128), integers(1), integers(1), integers(1, 8))
     state = jax.eval_shape(lambda *args: prefill(*args, None, **options), params, draft_params, *prompt)
     state = jax.tree.map(lambda x: shape(x, by_heads if x.ndim == 4 else everywhere), state)
     traced = decode.trace(params, draft_params, state, integers(), **models)
