@@ -109,9 +109,16 @@ def result(audit: AuditState | None, temperature_B: Array | None) -> Audit:
     """z over the rows that were sampled."""
     if audit is None or temperature_B is None:
         return Audit(float("nan"), 0)
-    sums_B, variance_B, tokens_B, temperature_B = jax.device_get((audit.sum_B, audit.variance_B, audit.tokens_B, temperature_B))
-    sampled_B = temperature_B > 0
-    variance = variance_B[sampled_B].astype(np.float64).sum()
-    total = sums_B[sampled_B].astype(np.float64).sum()
-    z = total / np.sqrt(variance) if variance > 0 else total if np.isinf(total) else float("nan")
-    return Audit(float(z), int(tokens_B[sampled_B].sum()))
+    *sums, temperature_B = jax.device_get((*sums_of(audit), temperature_B))
+    return judged(*(sum_B[temperature_B > 0].astype(np.float64).sum() for sum_B in sums))
+
+
+def sums_of(audit: AuditState) -> tuple[Array, Array, Array]:
+    """Per row [B]: scores, their variances, tokens. They add up over rows and runs; `judged` takes the sums."""
+    return audit.sum_B, audit.variance_B, audit.tokens_B
+
+
+def judged(score: float, variance: float, tokens: float) -> Audit:
+    """The audit that sums of `sums_of` make."""
+    z = score / variance**0.5 if variance > 0 else score if np.isinf(score) else float("nan")
+    return Audit(float(z), int(tokens))

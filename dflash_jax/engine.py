@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.audit import Audit, judged
 from dflash_jax.config import DecodeConfig, Rule
 from dflash_jax.decode import decode
 from dflash_jax.drafter import Drafter
@@ -29,7 +30,7 @@ from dflash_jax.generate import (
     check_whole,
     rule_of,
 )
-from dflash_jax.request import Request
+from dflash_jax.request import Request, check_stop_strings
 from dflash_jax.rows import Chunk, Report, empty_state, freeze, prefill_chunk, report
 from dflash_jax.sampling import sampling_rows
 from dflash_jax.slots import Slot
@@ -62,6 +63,7 @@ class Engine:
         block_size: int | None = None,
         reuse_prefixes: bool = True,
         widths: WidthTable | None = None,
+        audit: bool = False,
     ) -> None:
         """`max_len`: most tokens of a prompt and its answer together; the target's context length if that is less.
 
@@ -69,7 +71,8 @@ class Engine:
         `verify` and `block_size` as in `generate`. `reuse_prefixes`: a prompt that begins like a text that a row still holds takes
         its caches (greedy and `match` tokens stay the same but for near-ties, because chunks fall elsewhere). `widths`: what rounds
         cost here; each step then takes the width up to `block_size` that pays for what the rows accept together (so samples of
-        "rejection" and "block" then depend on the neighbours; greedy and "match" tokens never do). Raises `ConfigError`.
+        "rejection" and "block" then depend on the neighbours; greedy and "match" tokens never do). `audit` checks while it runs
+        that sampled tokens follow the target's law: `Request.audit`, and `Engine.audit` of all. Raises `ConfigError`.
         """
         max_batch, prefill_chunk = check_whole("max_batch", max_batch), check_whole("prefill_chunk", prefill_chunk)
         rounds_per_step, max_len = check_whole("rounds_per_step", rounds_per_step), check_whole("max_len", max_len, 2)
@@ -84,10 +87,15 @@ class Engine:
         self._chunk = prefill_chunk
         self._reuse = reuse_prefixes
         capacity = -(-(self.max_len + self._block_size) // 128) * 128
-        self._state = empty_state(target, drafter, max_batch, capacity, self._block_size, self._stop_slots)
+        self._state = empty_state(
+            target, drafter, max_batch, capacity, self._block_size, self._stop_slots, audit and drafter is not None
+        )
+        self._audit_sums = (0.0, 0.0, 0.0)
         self._policy: WidthPolicy | None = None
         if widths is not None and not isinstance(widths, WidthTable):
             raise ConfigError(f"widths is {widths!r}: give a WidthTable, as in widths=dflash_jax.WidthTable('widths.json')")
+        if audit and widths is not None:
+            raise ConfigError("an audit needs blocks of one width: leave out audit or widths")
         if drafter is not None and widths is not None:
             self._policy = WidthPolicy(widths.costs(target, drafter, self._state, self._rule), self._block_size)
         self._width: int | None = None
@@ -144,7 +152,7 @@ class Engine:
             max_length=min(length + max_new_tokens, self.max_len),
             sampling=sampling_rows(1, temperature, top_k, top_p, min_p, seed),
             stop_token_ids=self._check_stop_tokens(stop_token_ids),
-            stop=self._check_stop_strings(stop),
+            stop=check_stop_strings(self.target.tokenizer, stop),
             tokenizer=self.target.tokenizer,
             advance=self._advance,
         )
@@ -169,6 +177,11 @@ class Engine:
             pass
         return sorted(requests, key=lambda request: request.id)
 
+    @property
+    def audit(self) -> Audit:
+        """Of an engine with `audit`: whether the sampled requests that have ended follow the target's law, all together."""
+        return judged(*self._audit_sums)
+
     def _advance(self, after: int | None) -> int:
         """For `Request.stream`: see `Request`."""
         if after is not None:
@@ -188,17 +201,6 @@ class Engine:
         if len(stops) > self._stop_slots:
             raise ConfigError(f"there are {len(stops)} stop_token_ids: this engine has room for {self._stop_slots} a request")
         return tuple(stops)
-
-    def _check_stop_strings(self, stop: Any) -> tuple[str, ...]:
-        if not isinstance(stop, Collection | None):
-            raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
-        strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
-        if strings and self.target.tokenizer is None:
-            raise ConfigError("stop strings need the target's tokenizer, and it has none: give stop_token_ids")
-        for string in strings:
-            if not isinstance(string, str) or not string:
-                raise ConfigError(f"the stop string {string!r} is no text: give at least one character")
-        return strings
 
     # -----------------------------------------------------------------------------------------------------------------
     # A step. `_state` always holds the newest state: programs consume the old one.
@@ -360,6 +362,8 @@ class Engine:
             length, done = int(seen.length_B[slot.row]), bool(seen.done_B[slot.row])
             slot.newest = max(slot.newest, length + self._block_size - 3)  # the last pass began at length - 2 at most
             new = seen.tokens_BW[slot.row, : length - since_B[slot.row]].tolist()
+            if seen.audit is not None and request.sampling.temperature_B[0] > 0:
+                request.audit_sums = tuple(float(sum_B[slot.row]) for sum_B in seen.audit)
             if request.add(new, _stats(seen, slot.row, length - len(request.prompt))):
                 stopped.append(slot)
             elif done:
@@ -381,6 +385,7 @@ class Engine:
         request = slot.request
         assert request is not None
         slot.old_text, slot.request, slot.used = slot.text, None, self._clock
+        self._audit_sums = tuple(map(sum, zip(self._audit_sums, request.audit_sums, strict=True)))
         request.finish(reason)
 
 

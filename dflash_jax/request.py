@@ -2,9 +2,10 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
+from dflash_jax.audit import Audit, judged
 from dflash_jax.errors import ConfigError
 from dflash_jax.generate import AcceptanceStats
 from dflash_jax.sampling import Sampling
@@ -83,6 +84,8 @@ class Request:
         self._tokens: list[int] = []
         self._reason: FinishReason | None = None
         self._stats = AcceptanceStats(0, 0, 0, 0, ())
+        self.audit_sums = (0.0, 0.0, 0.0)
+        """for the engine: what `audit.judged` takes, of a sampled request"""
 
     @property
     def tokens(self) -> list[int]:
@@ -113,6 +116,11 @@ class Request:
     def stats(self) -> AcceptanceStats:
         """Acceptance so far. The passes of the step that found a stop string or a cancellation count as they were run."""
         return self._stats
+
+    @property
+    def audit(self) -> Audit:
+        """Of an engine with `audit`: whether what was sampled so far follows the target's law. nan when nothing tells."""
+        return judged(*self.audit_sums)
 
     @property
     def reused_tokens(self) -> int:
@@ -166,3 +174,16 @@ class Request:
         if self._tokenizer is None:
             raise ConfigError("this target has no tokenizer, so there is no text: read `tokens`, or load a target that has one")
         return TextWatch(self._tokenizer, self.stop)
+
+
+def check_stop_strings(tokenizer: Tokenizer | None, stop: Any) -> tuple[str, ...]:
+    """Stop strings: one, several or None. Raises `ConfigError`."""
+    if not isinstance(stop, Collection | None):
+        raise ConfigError(f"stop is {stop!r}: give a string or a list of strings")
+    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
+    if strings and tokenizer is None:
+        raise ConfigError("stop strings need the target's tokenizer, and it has none: give stop_token_ids")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"the stop string {string!r} is no text: give at least one character")
+    return strings

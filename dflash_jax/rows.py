@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dflash_jax.audit import begin, sums_of
 from dflash_jax.decode import DecodeState, commit
 from dflash_jax.drafter import Drafter
 from dflash_jax.sampling import TARGET_DRAW, Sampling, draw, sampling_rows
@@ -44,10 +45,12 @@ class Report(NamedTuple):
     rounds_B: Array
     drafted_B: Array
     accepted_BK: Array
+    audit: tuple[Array, Array, Array] | None
+    """`audit.sums_of` the rows, where an audit runs"""
 
 
 def empty_state(
-    target: Target, drafter: Drafter | None, batch: int, capacity: int, block_size: int, stop_slots: int
+    target: Target, drafter: Drafter | None, batch: int, capacity: int, block_size: int, stop_slots: int, audit: bool
 ) -> DecodeState:
     """A state whose rows are all done: one placeholder token each, nothing in the caches."""
 
@@ -66,6 +69,7 @@ def empty_state(
         rounds_B=zeros(),
         drafted_B=zeros(),
         accepted_BK=jnp.zeros((batch, block_size), jnp.int32),
+        audit=begin(batch, block_size, target.config.vocab_size) if audit else None,
     )
 
 
@@ -105,6 +109,7 @@ def prefill_chunk(
         rounds_B=jnp.zeros_like(row.rounds_B),
         drafted_B=jnp.zeros_like(row.drafted_B),
         accepted_BK=jnp.zeros_like(row.accepted_BK),
+        audit=jax.tree.map(jnp.zeros_like, row.audit),
     )
     last_11D = jax.lax.dynamic_slice_in_dim(hidden_1CD, chunk.count - 1, 1, axis=1)
     first_11 = draw(target.unembed(params, last_11D), length_1[:, None], chunk.sampling, TARGET_DRAW)
@@ -125,4 +130,5 @@ def report(state: DecodeState, since_B: Int[Array, " B"], *, width: int) -> Repo
     slots_BW = since_B[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     slots_BW = jnp.minimum(slots_BW, state.tokens_BL.shape[1] - 1)
     tokens_BW = jnp.take_along_axis(state.tokens_BL, slots_BW, axis=1)
-    return Report(tokens_BW, state.length_B, state.done_B, state.rounds_B, state.drafted_B, state.accepted_BK)
+    audit = sums_of(state.audit) if state.audit is not None else None
+    return Report(tokens_BW, state.length_B, state.done_B, state.rounds_B, state.drafted_B, state.accepted_BK, audit)

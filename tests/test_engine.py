@@ -309,6 +309,26 @@ def test_a_shared_beginning_is_copied(source):
 
 
 @pytest.mark.one_cell
+def test_audits_are_those_of_generate():
+    """More requests than rows, so that a row begins anew; the greedy one counts nowhere."""
+    engine = make(max_batch=2, verify="block", audit=True)
+    cases = [(prompt(20 + i, 5), {"max_new_tokens": 30, "seed": i, "temperature": [0.8, 1.2, 0.0][i % 3]}) for i in range(5)]
+    requests = [engine.submit(ids, **arguments) for ids, arguments in cases]
+    engine.run()
+    alone = [generate(DENSE, DENSE_DRAFTER, [ids], **how, verify="block", audit=True).stats.audit for ids, how in cases]
+    for request, audit in zip(requests, alone, strict=True):
+        assert request.audit.tokens == audit.tokens
+        np.testing.assert_allclose(request.audit.z, audit.z, rtol=1e-4)
+    assert [audit.tokens > 0 for audit in alone] == [True, True, False, True, True]
+    scores, variances, tokens = np.array([request.audit_sums for request in requests]).sum(0)
+    np.testing.assert_allclose(engine.audit.z, scores / variances**0.5)
+    assert engine.audit.tokens == tokens == sum(audit.tokens for audit in alone)
+    assert np.isnan(make().audit.z)
+    with pytest.raises(ConfigError, match="leave out audit or widths"):
+        make(audit=True, widths=widths_module.WidthTable("unused.json"))
+
+
+@pytest.mark.one_cell
 def test_the_same_prompt_again_reads_its_last_token():
     engine = make()
     first = engine.submit(SYSTEM, 10)
