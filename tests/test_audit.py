@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DRAFTER, HIDDEN, ScriptedDrafter, scripted_drafter, table_target
+from tiny_models import DRAFTER, HIDDEN, CommonDrafter, scripted_drafter, table_target
 
 import dflash_jax.decode as decode_module
 import dflash_jax.sampling as sampling_module
@@ -71,19 +71,6 @@ def test_bookkeeping_equals_a_loop(argmax):
 MANY, ROWS, NEW = 200, 64, 33
 random = np.random.default_rng(7)
 COMMON = random.standard_normal(MANY).astype(np.float32)
-
-
-class CommonDrafter(ScriptedDrafter):
-    """Knows what is frequent and reads nothing: close to the target's law, and never equal to it."""
-
-    def __hash__(self):
-        return hash((CommonDrafter, self.config))
-
-    def __eq__(self, other):
-        return type(other) is CommonDrafter and self.config == other.config
-
-    def unembed(self, hidden, head_VD, target, target_params):
-        return jnp.broadcast_to(target_params["common_V"], (*hidden.shape[:-1], MANY))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from tiny_models import dense_drafter, table_target
+from tiny_models import CommonDrafter, dense_drafter, scripted_drafter, table_target
 
 import dflash_jax.decode as decode_module
 import dflash_jax.sampling as sampling_module
@@ -261,6 +261,13 @@ def pair():
     return target, dense_drafter(vocab_size=SMALL, mask_token_id=4, block_size=4, temperature=1.6)
 
 
+@pytest.fixture(scope="module")
+def cheap_pair(pair):
+    """A drafter that computes nothing: what is wrong in these tests is what is done with its law."""
+    target = dataclasses.replace(pair[0], params=pair[0].params | {"common_V": pair[0].params["logits_VV"].mean(0)})
+    return target, CommonDrafter(pair[1].config, scripted_drafter([[0]] * ROWS).params)
+
+
 def surprise(pair, runs=RUNS, **options):
     """How far the counts of the tokens after the first are from their law: chi-square, in standard deviations of a right sampler.
 
@@ -292,6 +299,11 @@ def reference_law(logits):
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
 def test_the_loop_follows_the_law(pair, rule):
     assert abs(surprise(pair, verify=rule, **SETTINGS)) < 4
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_loop_of_the_mutants_does_so_without_them(cheap_pair, rule):
+    assert abs(surprise(cheap_pair, verify=rule, **SETTINGS)) < 4
 
 
 def test_a_drafter_of_few_tokens_follows_the_law(pair):
@@ -340,13 +352,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_loop_is_found(pair, monkeypatch, mutant):
-    (target, drafter), (rule, module, name, wrong) = pair, MUTANTS[mutant]
+def test_a_wrong_loop_is_found(cheap_pair, monkeypatch, mutant):
+    (target, drafter), (rule, module, name, wrong) = cheap_pair, MUTANTS[mutant]
     # Another config is another program: the right one is not used again, nor this one by others.
     renamed = dataclasses.replace(drafter.config, loss_decay_gamma=100.0 + list(MUTANTS).index(mutant))
     monkeypatch.setattr(module, name, wrong)
     runs = 4 * RUNS if rule == "block" else RUNS  # a small bias
-    assert surprise((target, Drafter(renamed, drafter.params)), runs, verify=rule, **SETTINGS) > 8
+    assert surprise((target, CommonDrafter(renamed, drafter.params)), runs, verify=rule, **SETTINGS) > 8
 
 
 def greedy_rows_with_a_placeholder(processed_BKV, sampling):
@@ -360,20 +372,20 @@ def mixed(pair, rule, every, seed=0):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_greedy_rows_among_sampled_ones(pair, rule):
+def test_greedy_rows_among_sampled_ones(cheap_pair, rule):
     """They write plain greedy text, and nobody's text depends on who is beside it."""
-    greedy = reference.plain(pair[0].next_token, PROMPT, 9).tokens
-    texts, fewer = mixed(pair, rule, 2), mixed(pair, rule, 4)
+    greedy = reference.plain(cheap_pair[0].next_token, PROMPT, 9).tokens
+    texts, fewer = mixed(cheap_pair, rule, 2), mixed(cheap_pair, rule, 4)
     assert all(text == greedy for text in texts[::2])
     assert sum(text == greedy for text in texts[1::2]) < ROWS / 4
     assert texts[1::2] == fewer[1::2]
     assert texts[2::4] != fewer[2::4]
 
 
-def test_a_placeholder_temperature_is_found(pair, monkeypatch):
+def test_a_placeholder_temperature_is_found(cheap_pair, monkeypatch):
     """Greedy rows judged by a softmax: another engine's fault."""
-    target, drafter = pair
+    target, drafter = cheap_pair
     monkeypatch.setattr(sampling_module, "_law", greedy_rows_with_a_placeholder)
-    renamed = Drafter(dataclasses.replace(drafter.config, loss_decay_gamma=99.0), drafter.params)
+    renamed = CommonDrafter(dataclasses.replace(drafter.config, loss_decay_gamma=99.0), drafter.params)
     greedy = reference.plain(target.next_token, PROMPT, 9).tokens
     assert any(text != greedy for text in mixed((target, renamed), "block", 2)[::2])

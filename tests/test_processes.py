@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 def command(folder, name, *options):
     """train.py on one device, with a config that one process can read."""
-    config = json.loads(to_json(tiny_run.tiny_run(folder / name, train__steps=400, train__save_every=20, train__log_every=20)))
+    config = json.loads(to_json(tiny_run.tiny_run(folder / name, train__steps=160, train__save_every=20, train__log_every=20)))
     (folder / f"{name}.yaml").write_text(json.dumps(config))
     environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"))
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     assert not (tmp_path / "killed" / "drafter").exists(), "killed in time"
     assert "resumed from step" in finish(command(tmp_path, "killed", "--resume"))
     ours, theirs = (
-        ocp.StandardCheckpointer().restore(tmp_path / name / "checkpoints" / "400" / "state") for name in ("killed", "straight")
+        ocp.StandardCheckpointer().restore(tmp_path / name / "checkpoints" / "160" / "state") for name in ("killed", "straight")
     )
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)

@@ -177,6 +177,19 @@ def scripted_drafter(texts, good=None, **changes):
     return ScriptedDrafter(dataclasses.replace(DRAFTER, **changes), params)
 
 
+class CommonDrafter(ScriptedDrafter):
+    """Knows what is frequent, `common_V` of the target's parameters, and reads nothing: a law to draft from that costs nothing."""
+
+    def __hash__(self):
+        return hash((CommonDrafter, self.config))
+
+    def __eq__(self, other):
+        return type(other) is CommonDrafter and self.config == other.config
+
+    def unembed(self, hidden, head_VD, target, target_params):
+        return jnp.broadcast_to(target_params["common_V"], (*hidden.shape[:-1], self.config.vocab_size))
+
+
 def constant_drafter(token, rows=1):
     return scripted_drafter([[token] * SCRIPT_LENGTH] * rows)
 
