@@ -115,6 +115,7 @@ def test_the_protocol_is_enough():
     assert not isinstance(table_target(), TrainableTarget)
 
 
+@pytest.mark.one_cell
 def test_invariant_and_progress_round_by_round():
     """One round at a time: the cache holds the text up to the anchor, finished rows stand still, and all at once agrees."""
     target = table_target()
@@ -173,6 +174,7 @@ def test_drafts_and_caches_after_rejections_equal_fresh_ones():
         np.testing.assert_allclose(got[:, :, : n - 1], want[:, :, : n - 1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("seed", [None, 4])
 def test_drafts_are_drawn_at_the_drafters_temperature(seed):
     """Each slot's draw is keyed by its row's seed, its position and the purpose; the argmax would be something else."""
@@ -230,6 +232,7 @@ def products(jaxpr):
                 yield from products(inner)
 
 
+@pytest.mark.one_cell
 def test_context_is_projected_once_a_verified_token():
     """A round multiplies weights with the rows of its own block only: of the context so far nothing is projected again."""
     target, drafter = dense_target(), dense_drafter(head_dim=6, mlp_dim=20)
@@ -241,6 +244,7 @@ def test_context_is_projected_once_a_verified_token():
     assert len(keys_and_values) == 8, "of the context and of the block, in each of two layers"
 
 
+@pytest.mark.one_cell
 def test_a_round_costs_the_same_however_many_there_were():
     """The first rounds of a text against its last ones: stretches of one length, which a busy machine disturbs alike."""
     target, drafter = dense_target(), dense_drafter()

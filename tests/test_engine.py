@@ -127,6 +127,7 @@ def test_plain_decoding_equals_generate():
         assert_equals_generate(request, target, None, arguments)
 
 
+@pytest.mark.one_cell
 def test_limits():
     """The length cap of the engine ends an answer; a stop token may be the first token; each row has its own."""
     target = small_table(script={8: 2, 9: 1, 10: 3})
@@ -195,6 +196,7 @@ def test_nothing_of_the_last_tenant_remains():
     assert_equals_generate(request, DENSE, DENSE_DRAFTER, arguments)
 
 
+@pytest.mark.one_cell
 def test_a_long_prompt_stalls_nobody():
     """Live rows get tokens in every step while it is read, and a short prompt that comes later waits for one piece of it."""
     engine = make(small_table(), None, reuse_prefixes=False)
@@ -416,6 +418,7 @@ def test_stop_strings_do_not_depend_on_the_rounds(speaking, rounds):
     assert (after.text, after.reused_tokens) == (tokenizer.decode(said[:5]), 3)
 
 
+@pytest.mark.one_cell
 def test_streamed_ids_are_the_tokens(speaking):
     target, drafter, tokenizer, said = speaking
     engine = make(target, drafter, max_batch=2, rounds_per_step=1, verify="block")
@@ -431,6 +434,7 @@ def test_streamed_ids_are_the_tokens(speaking):
 # Cancelling, threads, failures
 
 
+@pytest.mark.one_cell
 def test_cancelling():
     """Before admission, while the prompt is read, while decoding; the others go on, and what was read serves again."""
     engine = make(small_table(), None)
@@ -460,6 +464,7 @@ def test_cancelling():
     assert_equals_generate(again, small_table(), None, {"max_new_tokens": 5})
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("served", [True, False])
 def test_threads(served):
     """Two threads submit and stream; a third steps, or they drive the engine themselves."""
@@ -585,6 +590,7 @@ def test_an_engine_needs_whole_sizes(name):
 # Cost
 
 
+@pytest.mark.one_cell
 def test_programs_are_few_whatever_is_asked():
     counts = [f._cache_size() for f in (prefill_chunk, decode, report, freeze)]
     engine = make(small_table(), None, prefill_chunk=24)

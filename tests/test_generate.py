@@ -98,6 +98,7 @@ def test_dense_target_equals_recomputing_everything(kind):
         assert out.stats.acceptance_length == pytest.approx(taus[kind])
 
 
+@pytest.mark.one_cell
 def test_dense_rows_equal_their_own_runs_and_ignore_their_neighbours():
     together = generate(dense_target(), dense_drafter(), DENSE_PROMPTS, 15)
     for row, prompt in enumerate(DENSE_PROMPTS):
@@ -107,6 +108,7 @@ def test_dense_rows_equal_their_own_runs_and_ignore_their_neighbours():
     assert generate(dense_target(), dense_drafter(), others, 15).tokens[2] == together.tokens[2]
 
 
+@pytest.mark.one_cell
 def test_own_head_embedding_and_learned_mask_decode():
     """A drafter of another width with everything its own: same text, and its own drafts are what the Python loop drafts."""
     drafter = dense_drafter(draft_hidden_dim=8, own_embedding=True, own_head=True, learned_mask_embedding=True, mask_token_id=None)
@@ -115,6 +117,7 @@ def test_own_head_embedding_and_learned_mask_decode():
     assert_row(generate(dense_target(), drafter, [prompt], 9), 0, reference.speculative(next_token, draft, prompt, 9, BLOCK))
 
 
+@pytest.mark.one_cell
 def test_a_drafter_of_few_tokens_changes_no_text():
     """With a part of the vocabulary the drafts change, and nothing else does."""
     whole = dense_drafter()
@@ -194,6 +197,7 @@ def test_stop_at_every_place_against_every_cap(cap, good):
     assert ("stop", 1) in reasons
 
 
+@pytest.mark.one_cell
 def test_stop_sets():
     """The target's own stops by default, each alone; the caller's instead; none at all; a stop inside the prompt is text."""
     prompt = [4, 11, 12, 5]
@@ -212,6 +216,7 @@ def test_stop_sets():
     assert run([11, *range(40, 52)]) == (3, "stop")  # more stops than one bucket of 8
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("good", [BLOCK, 1])
 def test_mask_token_as_text_is_kept(good):
     """The target may write the mask token, once, or again and again."""
@@ -237,6 +242,7 @@ def test_capacity_edge(new, good):
     assert state.tokens_BL.shape == (1, 128 if new <= 110 else 256)
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("length", [1, 100, CONTEXT - 2, CONTEXT - 1])
 def test_context_edge(length):
     """An answer ends where the context does, with "length"; asking for more tokens than memory could hold costs nothing."""
@@ -249,6 +255,7 @@ def test_context_edge(length):
     assert state.tokens_BL.shape[1] <= 256
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("rows", range(1, 6))
 def test_batches_equal_single_runs(rows):
     """Every batch size (spare rows fill it up to a power of two), unequal rows that stop and accept differently."""
@@ -332,6 +339,7 @@ def test_plain_decoding_of_a_fixed_width_at_the_edges():
         assert wide.finish_reason == [reason]
 
 
+@pytest.mark.one_cell
 def test_a_request_after_a_longer_one_is_like_a_first_one():
     target, drafter = dense_target(), dense_drafter()
     prompt = DENSE_PROMPTS[1]
@@ -341,6 +349,7 @@ def test_a_request_after_a_longer_one_is_like_a_first_one():
     assert again == fresh
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("block_size", [2, 4])
 def test_smaller_blocks_than_trained(block_size):
     target, prompt = table_target(), random_prompt(9, 5)
@@ -359,6 +368,7 @@ def test_no_round_has_no_acceptance_length():
     assert all(math.isnan(x) for x in out.stats.pooled.accepted_per_position)
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("new", [1, 2, 40])
 def test_stream_equals_generate(new):
     target, prompt = table_target({30: STOP}), random_prompt(4, 9)

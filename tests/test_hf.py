@@ -27,6 +27,7 @@ def target():
 # Round trips
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("changes", (SHARED | OWN).values(), ids=SHARED | OWN)
 def test_round_trip(tmp_path, target, changes):
     """Config and parameters come back; in bfloat16 bit for bit."""
@@ -123,6 +124,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize(("changes", "windows", "causal"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_each_layer(folder, target, changes, windows, causal):
     edit(folder, **{"is_causal": None} | changes | {"nested": {"causal": None} | changes.get("nested", {})})

@@ -136,6 +136,7 @@ def test_draws_equal_the_reference():
         assert int(got[b, k]) == reference.keyed_draw(x[b, k], [3, 9, 2**31][b], int(positions[b, k]), **names)
 
 
+@pytest.mark.one_cell
 def test_greedy_rows_in_a_sampled_batch_are_greedy():
     x = logits(5)
     positions = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K))
@@ -146,6 +147,7 @@ def test_greedy_rows_in_a_sampled_batch_are_greedy():
     assert (mixed[1::2] != greedy[1::2]).any()
 
 
+@pytest.mark.one_cell
 def test_rows_draw_with_their_own_seed():
     sampling = sampling_rows(3, 0.5, 7, 0.9, 0.1, 40)
     assert sampling.seed_B.tolist() == [40, 41, 42]
@@ -287,6 +289,7 @@ def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
         assert outs[0].tokens[row] == wanted.tokens
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("good", [0, 2, BLOCK])
 def test_sampled_output_with_rigged_drafts(good):
     """A drafter that knows the draws commits whole blocks; one that misses changes nothing but the rounds."""

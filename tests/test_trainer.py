@@ -167,6 +167,7 @@ def test_config_is_saved_merged(whole):
     assert saved["optim"]["beta2"] == Config().optim.beta2, "defaults are written too"
 
 
+@pytest.mark.one_cell
 def test_the_drafter_loads_and_drafts(whole):
     target = tiny_target()
     drafter = load_drafter(whole / "drafter", target, dtype="float32")

@@ -38,6 +38,7 @@ def decoded(pair, plan, new=40, **options):
     return finish(state, lengths), state
 
 
+@pytest.mark.one_cell
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
 def test_any_plan_of_widths_gives_the_plain_text(pair, sampled):
     """Blocks after plain rounds too: the drafter's context has caught up, or its drafts would change."""
