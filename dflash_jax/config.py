@@ -194,7 +194,7 @@ class DecodeConfig:
     pass, for the very text of speculative decoding in bfloat16; None is 1, the fastest"""
     verify: Rule | None = None
     """with a temperature: match gives plain decoding's very text for a seed; rejection and block give another text of the same law
-    in fewer passes. None: match"""
+    in fewer passes. None: block, the fewest"""
     audit: bool = False
     """check while sampling that the text follows the target's law: a z statistic, beyond 4 it does not"""
     widths: str | None = None

@@ -21,7 +21,8 @@ STREAM_ROUNDS = 4
 STOP_SLOTS = 8
 """room for stop tokens comes in multiples of this: few compilations"""
 NO_LIMIT = 2**31 - 1
-DEFAULT_RULE: Rule = "match"
+DEFAULT_RULE: Rule = "block"
+"""emitted most tokens a round where it was measured (docs/log.md, 2026-11-30)"""
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ def generate(
     in bfloat16 too the very text of speculative decoding with that block size and batch. Else `block_size` goes up to the trained
     one; None takes that. `stop_token_ids` None takes the target's.
 
-    `verify`: "match" (the default), the target's own draw must equal the draft, so that the text is plain decoding's token for
-    token; "rejection" or "block", drafts are drawn too and judged by both laws: another sample of the same law. `audit` checks
-    while it runs that sampled tokens follow the target's law (`stats.audit`): |z| > 4 says that they do not.
+    `verify`: "match", the target's own draw must equal the draft, so that sampled text is plain decoding's token for token;
+    "rejection" or "block" (the default, in the fewest passes), drafts are drawn too and judged by both laws: another sample of the
+    same law. Greedy rows have one rule, and plain decoding's text. `audit` checks while it runs that sampled tokens follow the
+    target's law (`stats.audit`): |z| > 4 says that they do not.
 
     `widths`: a table of what rounds cost here; then each few rounds take the width up to `block_size` that pays for the acceptance
     seen, plain decoding if none does. Without one every round has `block_size` slots. Under "rejection" and "block" the

@@ -279,7 +279,7 @@ def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
     """Row r draws with seed + r, keyed by position, so drafts change nothing; and both are what the law and the keys say."""
     _, _, logits_of = reference.from_scratch(dense_target())
     drafters = (None, dense_drafter(temperature=0.8))
-    outs = [generate(dense_target(), drafter, PROMPTS, 12, seed=5, **options) for drafter in drafters]
+    outs = [generate(dense_target(), drafter, PROMPTS, 12, seed=5, verify="match", **options) for drafter in drafters]
     assert outs[0].tokens == outs[1].tokens
     assert outs[0].tokens != generate(dense_target(), None, PROMPTS, 12, seed=6, **options).tokens
     for row in (0, 3):
@@ -293,7 +293,7 @@ def test_sampled_output_equals_plain_sampling_for_every_drafter(options):
 @pytest.mark.parametrize("good", [0, 2, BLOCK])
 def test_sampled_output_with_rigged_drafts(good):
     """A drafter that knows the draws commits whole blocks; one that misses changes nothing but the rounds."""
-    target, options = table_target(), {"temperature": 0.9, "top_k": 20, "seed": 11}
+    target, options = table_target(), {"temperature": 0.9, "top_k": 20, "seed": 11, "verify": "match"}
     prompt = random_prompt(2, 5)
     answer = reference.plain(
         lambda text: reference.keyed_draw(target.logits(text), 11, len(text), temperature=0.9, top_k=20), prompt, 19
@@ -324,7 +324,7 @@ def test_a_row_of_a_mixed_batch_is_what_it_is_alone():
 @pytest.mark.parametrize("kind", ["random", "constant", "perfect"])
 def test_match_equals_plain_sampling_at_every_temperature_with_stops(kind):
     """Rows of unequal length at 0, 0.7 and 1.3; two of them meet a stop token within a block."""
-    target, options = dense_target(), {"temperature": [0.0, 0.7, 1.3, 0.7], "seed": 5}
+    target, options = dense_target(), {"temperature": [0.0, 0.7, 1.3, 0.7], "seed": 5, "verify": "match"}
     free = generate(target, None, PROMPTS, 20, stop_token_ids=[], **options)
     stops = [free.tokens[1][7], free.tokens[2][10]]
     plain = generate(target, None, PROMPTS, 20, stop_token_ids=stops, **options)

@@ -35,7 +35,7 @@ def test_it_drafts_well_and_changes_nothing(target, encoded):
     """Greedy and sampled rows in one batch, one of them with a stop token: by `match` the texts are plain decoding's."""
     drafter = dj.load_drafter(FOLDER, target)
     batch = [*encoded, *encoded]
-    options = {"temperature": [0.0, 0.0, 0.7, 1.3], "seed": [0, 0, 1, 2], "max_new_tokens": 48}
+    options = {"temperature": [0.0, 0.0, 0.7, 1.3], "seed": [0, 0, 1, 2], "max_new_tokens": 48, "verify": "match"}
     plain = dj.generate(target, None, batch, **options, stop_token_ids=[]).tokens
     stop = next(token for token in plain[3][16:] if not any(token in text for text in (*plain[:3], plain[3][:16])))
     out = dj.generate(target, drafter, batch, block_size=4, **options, stop_token_ids=[stop])
