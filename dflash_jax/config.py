@@ -154,7 +154,8 @@ class TrainConfig:
     loss: Loss = "ce"
     """what a slot learns. ce: the data's token, right for answers that the target wrote. For other text, the target's law at that
     slot given the data before it: ce_argmax, its likeliest token (for greedy decoding); kl, all of it, steady from a cold start;
-    tv, the chance of acceptance itself, only for a drafter that is already good; lk, from kl to tv as it gets good (for sampling)"""
+    tv, the chance of acceptance itself, only for a drafter that is good already; lk, from kl to tv as it gets good (for sampling).
+    Then accuracies and acceptance_length count agreement with the target's likeliest token, and logit_chunk holds both logits"""
     slot_weights: SlotWeights = "decay"
     """how a block's slots are weighed: decay, the paper's fixed fall; dpace, by how likely decoding is to get there"""
     max_skipped: int = 10
