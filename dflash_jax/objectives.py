@@ -64,8 +64,8 @@ class Objective(NamedTuple):
         fixed = jax.lax.stop_gradient(overlap)
         # plus 1 - sum p, which is 0 for a whole law: for a part of one it keeps KL from falling below 0
         divergence = (law * (log_law - log_draft - 1)).sum(-1) + 1
-        blend = {"kl": 1.0, "tv": 0.0, "lk": jnp.exp(-LK_DECAY * fixed)}[self.loss]
-        loss = blend * divergence + (1 - blend) * (1 - overlap)
+        share = jnp.exp(-LK_DECAY * fixed)
+        loss = {"kl": divergence, "tv": 1 - overlap, "lk": share * divergence + (1 - share) * (1 - overlap)}[self.loss]
         return SlotTerms(loss, fixed, correct, jnp.ones_like(learned))
 
     def weights(

@@ -265,7 +265,7 @@ def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, e
 
     def build(params: Any) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
-        mean = jax.tree.map(lambda x: x.astype(jnp.float32), params) if ema else None
+        mean = jax.tree.map(lambda x: jnp.copy(x.astype(jnp.float32)), params) if ema else None  # a donated buffer is one array's
         with jax.numpy_dtype_promotion("standard"):
             return TrainState(params, tx.init(params), zero, Guard(zero, zero, jnp.zeros((), jnp.float32)), mean)
 
