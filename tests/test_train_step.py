@@ -288,6 +288,10 @@ def guarded_step():
     return init_state(fresh, tx, mesh(), ema=True), lambda state, taps: step(state, TARGET.params, batch, taps), taps
 
 
+def with_usual_norm(state, norm):
+    return state._replace(guard=state.guard._replace(usual_norm=jax.device_put(np.float32(norm), state.step.sharding)))
+
+
 def on_host(tree):
     return jax.tree.map(np.array, tree)
 
@@ -302,13 +306,14 @@ def test_bad_steps_change_nothing_and_are_counted():
     assert leaves(metrics.guard) == leaves(state.guard) == {".skipped": 0, ".in_a_row": 0, ".usual_norm": metrics.grad_norm}
     state, metrics = step(state, taps.at[3, 1, 2].set(jnp.nan))
     assert not np.isfinite(metrics.grad_norm)
-    state, _ = step(state._replace(guard=state.guard._replace(usual_norm=jnp.float32(first.guard.usual_norm / 100))), taps)
+    state, _ = step(with_usual_norm(state, first.guard.usual_norm / 100), taps)
     assert (int(state.step), int(state.guard.skipped), int(state.guard.in_a_row)) == (3, 2, 2)
     for name, value in leaves((state.params, state.opt_state, state.ema)).items():
         np.testing.assert_array_equal(value, leaves((first.params, first.opt_state, first.ema))[name], err_msg=name)
-    state, metrics = step(state._replace(guard=state.guard._replace(usual_norm=jnp.float32(first.guard.usual_norm))), taps)
+    state, metrics = step(with_usual_norm(state, first.guard.usual_norm), taps)
     assert (int(state.guard.skipped), int(state.guard.in_a_row)) == (2, 0)
-    assert float(state.guard.usual_norm) == pytest.approx(0.98 * first.guard.usual_norm + 0.02 * metrics.grad_norm, rel=1e-5)
+    usual = 0.98 * float(first.guard.usual_norm) + 0.02 * float(metrics.grad_norm)
+    assert float(state.guard.usual_norm) == pytest.approx(usual, rel=1e-5)
     now, before = leaves(state.params), leaves(first.params)
     assert all(np.abs(now[name] - before[name]).max() > 0 for name in now)
     # the second applied step: decay (1 + 1) / (10 + 1), below 0.9
