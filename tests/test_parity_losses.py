@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_zlab import quiet
 
 from dflash_jax.loss import loss_sums
 from dflash_jax.objectives import Objective
@@ -47,9 +48,10 @@ def ours(objective, logits, target, supervised):
 def test_losses_equal_speculators(logits, loss, weights):
     """Each slot's loss, the weighted sum (they divide both by the supervised slots), its gradient and the hits. Their D-PACE takes
     e^-loss for the chance of acceptance, which is right for cross-entropy only."""
-    import torch
-    from speculators.losses.utils import _EAGER_LOSS_FN_MAP
-    from speculators.models.dflash.metrics import compute_metrics
+    with quiet():
+        import torch
+        from speculators.losses.utils import _EAGER_LOSS_FN_MAP
+        from speculators.models.dflash.metrics import compute_metrics
 
     draft, target, supervised = logits
     function = _EAGER_LOSS_FN_MAP[OURS[loss]]
@@ -71,8 +73,9 @@ def test_losses_equal_speculators(logits, loss, weights):
 
 def test_the_blend_equals_specforges(logits):
     """SpecForge blends means over a batch; a batch of one slot is a slot."""
-    import torch
-    from specforge.core.lk_loss import compute_acceptance_rate, compute_lk_loss
+    with quiet():
+        import torch
+        from specforge.core.lk_loss import compute_acceptance_rate, compute_lk_loss
 
     draft, target, supervised = logits
     terms, _, _ = ours(Objective(GAMMA, "decay", "lk"), draft, target, supervised)
