@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     """running mean of the parameters; None: not kept"""
 
     @property
-    def best_params(self) -> Any:
+    def eval_params(self) -> Any:
         """What is evaluated and exported: the running mean where there is one."""
         return self.params if self.ema is None else self.ema
 

@@ -114,7 +114,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if not finished:
         print(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
         return INTERRUPTED
-    trained = Drafter(drafter.config, state.best_params)
+    trained = Drafter(drafter.config, state.eval_params)
     save_drafter(trained, run_dir / "drafter")
     print(f"drafter written to {run_dir / 'drafter'}; measure it: python -m dflash_jax bench --drafter.path {run_dir / 'drafter'}")
     return 0
@@ -313,7 +313,7 @@ class _Loop:
         return f"(the newest checkpoint is step {self.checkpoints.newest})"
 
     def _decode(self, state: TrainState) -> dict[str, Any]:
-        current = Drafter(self.drafter.config, state.best_params)
+        current = Drafter(self.drafter.config, state.eval_params)
         out = generate(self.target, current, self.heldout, max_new_tokens=self.config.train.eval_max_new_tokens)
         return {
             "eval_acceptance_length": out.stats.acceptance_length,
