@@ -94,6 +94,9 @@ class DataConfig:
 class OptimConfig:
     """AdamW with warm-up, cosine decay and global-norm clipping (paper appendix: 6e-4, 4 % warm-up, clip 1)."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: the paper's. muon: orthogonalised momentum for the matrices inside the layers, scaled to AdamW's size so that the same
+    learning rate does, and AdamW for the rest"""
     learning_rate: float = 6e-4
     """after warm-up"""
     final_learning_rate: float = 0.0
@@ -101,13 +104,17 @@ class OptimConfig:
     warmup_ratio: float = 0.04
     """share of the steps that warm up"""
     weight_decay: float = 0.0
-    """AdamW's"""
+    """decoupled, of all parameters"""
     clip_norm: float = 1.0
     """largest global gradient norm; larger ones are scaled down"""
     beta1: float = 0.9
-    """Adam's mean"""
+    """Adam's mean; muon's momentum is 0.95"""
     beta2: float = 0.95
     """Adam's variance"""
+    ema: float = 0.0
+    """decay of a running mean of the parameters, which is then evaluated and exported; 0: off. 0.999 for thousands of steps"""
+    skip_above: float = 0.0
+    """also skip steps whose gradient norm is beyond this many times the usual; 0: only those that are not finite. Try 10"""
     accumulation: int = 1
     """micro-batches a step, for batches that do not fit the memory: the same result, but for dropout and vocab_sample"""
 
@@ -122,6 +129,10 @@ class MeshConfig:
     """devices that each hold a part of every parameter"""
     tensor: int = 1
     """devices that split heads and MLP"""
+
+
+Loss = Literal["ce", "ce_argmax", "kl", "tv", "lk"]
+SlotWeights = Literal["decay", "dpace"]
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,16 @@ class TrainConfig:
     anchor_chunk: int = 16
     """blocks a row whose attention scores exist at once; lower it to save memory"""
     logit_chunk: int = 1024
-    """slots whose logits exist at once; lower it to save memory"""
-    objective: Literal["decay", "dpace"] = "decay"
+    """slots a device whose logits exist at once (at least a block of each of its rows); lower it to save memory"""
+    loss: Loss = "ce"
+    """what a slot learns. ce: the data's token, right for answers that the target wrote. For other text, the target's law at that
+    slot given the data before it: ce_argmax, its likeliest token (for greedy decoding); kl, all of it, steady from a cold start;
+    tv, the chance of acceptance itself, only for a drafter that is good already; lk, from kl to tv as it gets good (for sampling).
+    Then accuracies and acceptance_length count agreement with the target's likeliest token, and logit_chunk holds both logits"""
+    slot_weights: SlotWeights = "decay"
     """how a block's slots are weighed: decay, the paper's fixed fall; dpace, by how likely decoding is to get there"""
+    max_skipped: int = 10
+    """stop after this many steps in a row were skipped because their loss or gradient was not finite (or see optim.skip_above)"""
     vocab_sample: int = 0
     """tokens that stand for the vocabulary in each step's loss (sampled softmax); 0 takes all. Where products are slow (CPUs) a
     sixth of the vocabulary halves the step's cost; accuracy and acceptance_length are then judged among them, a little high"""

@@ -12,8 +12,9 @@ from dflash_jax.config import DecodeConfig
 from dflash_jax.decode import draft
 from dflash_jax.drafter import ContextFuser, Drafter, DraftModel, Execution
 from dflash_jax.generate import start
-from dflash_jax.loss import Objective, head_loss
+from dflash_jax.loss import head_loss
 from dflash_jax.model_config import DFlashConfig, RopeConfig, TargetConfig
+from dflash_jax.objectives import Objective
 from dflash_jax.targets import DenseTarget
 from dflash_jax.verify import verify_block
 

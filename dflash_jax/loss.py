@@ -1,17 +1,17 @@
 """Losses over block slots. They return sums and counts, so that chunking, accumulation and sharding cannot change them."""
 
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.blocks import slot_weights
 from dflash_jax.layers import product
+from dflash_jax.objectives import OVER_THE_LAW, Objective, SlotTerms
 
-NEVER = 1e9
-"""the cross-entropy of a label that is never drafted: a miss of probability 0 that teaches nothing"""
+TargetLogits = Callable[[Int[Array, "B A"]], Float[Array, "B A J V"]]
+"""the target's logits of the tokens at anchor + 1, + 2, ... of some blocks of every row"""
 
 
 class Candidates(NamedTuple):
@@ -48,34 +48,15 @@ def sample_vocabulary(
     return Candidates(ids_S.astype(jnp.int32), correction_S, place_V)
 
 
-class Objective(NamedTuple):
-    """How slots are weighed."""
-
-    gamma_decay: float
-    kind: Literal["decay", "dpace"] = "decay"
-    """decay: w_k = exp(-(k-1)/gamma), divided by the sum of weights (paper, Eq. 4). dpace: weights from the drafter's own
-    confidences, divided by the number of supervised slots (D-PACE, arXiv 2605.18810)"""
-
-    def weights(self, entropy_AJ: Float[Array, "A J"], supervised_AJ: Float[Array, "A J"]) -> Float[Array, "A J"]:
-        """Weights of the drafted slots of blocks, without gradient; `supervised` is 1 or 0. A label of `NEVER` weighs nothing."""
-        learned_AJ = supervised_AJ * (entropy_AJ < NEVER).astype(jnp.float32)
-        if self.kind == "decay":
-            return learned_AJ * slot_weights(entropy_AJ.shape[1] + 1, self.gamma_decay)[None, 1:]
-        # Slot j counts as much as the prefixes that end at j or later are likely; halved towards 1, so that late slots learn too.
-        likely_AJ = jnp.where(supervised_AJ > 0, 0.5 + 0.5 * jnp.exp(-jax.lax.stop_gradient(entropy_AJ)), 1.0)
-        prefix_AJ = jnp.cumprod(likely_AJ, axis=1) * learned_AJ
-        return learned_AJ * jnp.flip(jnp.cumsum(jnp.flip(prefix_AJ, 1), axis=1), 1)
-
-
 class LossSums(NamedTuple):
     """Sums over slots; divide by their counts only after adding up every chunk, micro-batch and device."""
 
     weighted: Float[Array, ""]
-    """sum of w_k x cross-entropy"""
+    """sum of w_k x loss"""
     weight: Float[Array, ""]
     """what `weighted` is divided by: the sum of w_k (decay), or `slots` (dpace)"""
     unweighted: Float[Array, ""]
-    """sum of cross-entropy"""
+    """sum of losses"""
     slots: Float[Array, ""]
     """supervised slots whose label can be drafted"""
     correct_K: Float[Array, " K"]
@@ -88,7 +69,7 @@ class LossSums(NamedTuple):
 
     @property
     def loss(self) -> Array:
-        """Weighted mean cross-entropy; 0 without supervised slots."""
+        """Weighted mean of the slots' losses; 0 without supervised slots."""
         return self.weighted / jnp.maximum(self.weight, 1e-9)
 
     @property
@@ -108,36 +89,27 @@ def dflash_loss(
     gamma_decay: float,
 ) -> LossSums:
     """Position-weighted cross-entropy of whole logits (paper, Eq. 4): slot k weighs exp(-(k-1)/gamma), slot 0 nothing."""
-    logits_BAKV = logits_BAKV.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits_BAKV, labels_BAK[..., None], axis=-1)[..., 0]
-    entropy_BAK = jax.nn.logsumexp(logits_BAKV, axis=-1) - picked
-    correct_BAK = jnp.argmax(logits_BAKV, axis=-1) == labels_BAK
-    return loss_sums(entropy_BAK, correct_BAK, supervised_BAK, Objective(gamma_decay))
+    objective = Objective(gamma_decay)
+    return loss_sums(objective.terms(logits_BAKV.astype(jnp.float32), labels_BAK), supervised_BAK, objective)
 
 
-def loss_sums(
-    entropy_BAK: Float[Array, "B A K"],
-    correct_BAK: Bool[Array, "B A K"],
-    supervised_BAK: Bool[Array, "B A K"],
-    objective: Objective,
-) -> LossSums:
-    """Sums from each slot's cross-entropy and whether its argmax is the label. A slot of entropy `NEVER` counts as a miss only."""
-    slots = entropy_BAK.shape[-1]
+def loss_sums(terms_BAK: SlotTerms, supervised_BAK: Bool[Array, "B A K"], objective: Objective) -> LossSums:
+    """Sums from the terms of whole blocks; slot 0 never counts."""
+    slots = supervised_BAK.shape[-1]
     counted_BAK = supervised_BAK & (jnp.arange(slots) > 0)[None, None]
-    count_BAK = counted_BAK.astype(jnp.float32)
-    mask_BAK = count_BAK * (entropy_BAK < NEVER).astype(jnp.float32)
-    weight_AJ = objective.weights(*(x[:, :, 1:].reshape(-1, slots - 1) for x in (entropy_BAK, count_BAK)))
-    weight_BAK = jnp.pad(weight_AJ.reshape(*mask_BAK.shape[:2], slots - 1), ((0, 0), (0, 0), (1, 0)))
-    hits_BAK = (correct_BAK & counted_BAK).astype(jnp.float32)
+    mask_BAK = (counted_BAK & terms_BAK.learned).astype(jnp.float32)
+    flat = (x[:, :, 1:].reshape(-1, slots - 1) for x in (terms_BAK.confidence, counted_BAK, terms_BAK.learned))
+    weight_BAJ = objective.weights(*flat).reshape(*mask_BAK.shape[:2], slots - 1)
+    hits_BAK = (terms_BAK.correct & counted_BAK).astype(jnp.float32)
     # A slot that is not supervised ends the prefix: decoding could not have been checked beyond it.
     prefix_BAK = jnp.cumprod(hits_BAK[..., 1:], axis=-1)
     return LossSums(
-        weighted=(weight_BAK * entropy_BAK).sum(),
-        weight=(weight_BAK if objective.kind == "decay" else mask_BAK).sum(),
-        unweighted=(mask_BAK * entropy_BAK).sum(),
+        weighted=(weight_BAJ * terms_BAK.loss[..., 1:]).sum(),
+        weight=(weight_BAJ if objective.slot_weights == "decay" else mask_BAK).sum(),
+        unweighted=(mask_BAK * terms_BAK.loss).sum(),
         slots=mask_BAK.sum(),
         correct_K=hits_BAK.sum((0, 1)),
-        count_K=count_BAK.sum((0, 1)),
+        count_K=counted_BAK.astype(jnp.float32).sum((0, 1)),
         accepted=prefix_BAK.sum(),
         blocks=counted_BAK.any(-1).astype(jnp.float32).sum(),
     )
@@ -154,107 +126,80 @@ def head_loss(
     logit_chunk: int,
     dtype: str,
     candidates: Candidates | None = None,
+    anchors_BA: Int[Array, "B A"] | None = None,
+    target_logits: TargetLogits | None = None,
 ) -> LossSums:
-    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or one block's, if larger).
+    """The objective's sums of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or those of one block
+    a row, if more).
 
     `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
     forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise
     chunks are recomputed in the backward pass. With `candidates` the softmax is over them, cheaper by V/S; correctness is then
-    judged among them, and a label that is not one of them is a miss that teaches nothing.
+    judged among them, and a label that is not one of them is a miss that teaches nothing. All losses but ce need `anchors_BA` and
+    `target_logits`, take their labels from the target, and hold its logits beside the drafter's.
     """
-    slots = hidden_BAKD.shape[2]
-    # Slot 0 never has a label: leaving it out saves 1/K of the largest product.
-    rows_ND = hidden_BAKD[:, :, 1:].reshape(-1, hidden_BAKD.shape[-1])
-    labels_N = labels_BAK[:, :, 1:].reshape(-1)
+    batch, anchors, slots, width = hidden_BAKD.shape
     bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
     if candidates is not None:
-        head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
-    # whole blocks in a chunk: the weights of a block's slots may depend on one another
-    chunk = min(max(logit_chunk // (slots - 1), 1) * (slots - 1), rows_ND.shape[0])
-    chunks = -(-rows_ND.shape[0] // chunk)
-    pad = chunks * chunk - rows_ND.shape[0]
-    rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
-    labels_N = jnp.pad(labels_N, (0, pad))
-    supervised_N = jnp.pad(supervised_BAK[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
-    how = _How(chunk, slots - 1, objective, dtype)
-    run = _frozen_head if frozen else _trained_head
-    weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
+        head_VD, bias_V = head_VD[candidates.ids_S], candidates.correction_S
+    if frozen:
+        head_VD = jax.lax.stop_gradient(head_VD)
+    if anchors_BA is None:
+        anchors_BA = jnp.zeros((batch, anchors), jnp.int32)
+    # Whole blocks, because weights of a block's slots may depend on one another, and some of every row, so that each device works
+    # on its own rows. Slot 0 never has a label: leaving it out saves 1/K of the largest product.
+    chunk = min(max(logit_chunk // (batch * (slots - 1)), 1), anchors)
+    pad = -anchors % chunk
 
-    def slots_again(x_N: Array) -> Array:
-        x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
+    def split(x_BA: Array) -> Array:
+        x_BA = jnp.pad(x_BA, ((0, 0), (0, pad)) + ((0, 0),) * (x_BA.ndim - 2))
+        return jnp.moveaxis(x_BA.reshape(batch, -1, chunk, *x_BA.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        x_BAJ = jnp.moveaxis(x, 0, 1).reshape(batch, -1, slots - 1)[:, :anchors]
         return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
 
-    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective)
-    return sums._replace(weighted=weighted)
+    def weighted(rows_BCJD: Array, part: tuple[Array, Array, Array]) -> tuple[Array, SlotTerms]:
+        labels_BCJ, supervised_BCJ, anchors_BC = part
+        logits = product("nd,vd->nv", rows_BCJD.reshape(-1, width), head_VD, dtype) + bias_V[None]
+        labels, log_law = labels_BCJ.reshape(-1), None
+        if objective.loss != "ce":
+            assert target_logits is not None, f"{objective.loss} needs the target's logits"
+            of_target = jax.lax.stop_gradient(target_logits(anchors_BC)).reshape(labels.shape[0], -1)
+            labels = jnp.argmax(of_target, axis=-1).astype(jnp.int32)
+            log_law = jax.nn.log_softmax(of_target, axis=-1) if objective.loss in OVER_THE_LAW else None
+        if candidates is not None:
+            labels = candidates.place_V[labels]
+            log_law = None if log_law is None else log_law[:, candidates.ids_S]
+        terms = objective.terms(logits, labels, log_law)
+        blocks = (x.reshape(-1, slots - 1) for x in (terms.confidence, supervised_BCJ, terms.learned))
+        total = (objective.weights(*blocks).reshape(-1) * terms.loss).sum()
+        return total, jax.tree.map(lambda x: x.reshape(labels_BCJ.shape), terms)
+
+    rows = split(hidden_BAKD[:, :, 1:])
+    parts = split(labels_BAK[:, :, 1:]), split(supervised_BAK[:, :, 1:]), split(anchors_BA)
+    if frozen:
+        with_slope = jax.value_and_grad(weighted, has_aux=True)
+        (totals, terms), slopes = jax.lax.map(lambda x: with_slope(*x), (jax.lax.stop_gradient(rows), parts))
+        total = _with_gradient(totals.sum(), rows, slopes)
+    else:
+        totals, terms = jax.lax.map(lambda x: jax.checkpoint(weighted)(*x), (rows, parts))
+        total = totals.sum()
+    return loss_sums(jax.tree.map(join, terms), supervised_BAK, objective)._replace(weighted=total)
 
 
-class _How(NamedTuple):
-    chunk: int
-    drafted: int
-    """slots of a block that have labels"""
-    objective: Objective
-    dtype: str
-
-    def weights(self, entropy_N: Array, supervised_N: Array) -> Array:
-        blocks = (x.reshape(-1, self.drafted) for x in (entropy_N, supervised_N))
-        return self.objective.weights(*blocks).reshape(-1)
+@jax.custom_vjp
+def _with_gradient(value: Array, x: Array, gradient: Array) -> Array:
+    """`value`, as a function of `x` whose gradient is known."""
+    return value
 
 
-def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Array, dtype: str) -> tuple[Array, Array, Array, Array]:
-    """Logits, log-normaliser, cross-entropy and correctness of one chunk."""
-    logits_CV = product("nd,vd->nv", rows_CD, head_VD, dtype) + bias_V[None]
-    top_C = jax.nn.logsumexp(logits_CV, axis=-1)
-    entropy_C = top_C - jnp.take_along_axis(logits_CV, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
-    entropy_C = jnp.where(labels_C < 0, NEVER, entropy_C)
-    return logits_CV, top_C, entropy_C, jnp.argmax(logits_CV, axis=-1) == labels_C
+def _with_gradient_fwd(value: Array, x: Array, gradient: Array) -> tuple[Array, Array]:
+    return value, gradient
 
 
-def _split(chunk: int, *arrays: Array) -> tuple[Array, ...]:
-    return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in arrays)
+def _with_gradient_bwd(gradient: Array, cotangent: Array) -> tuple[None, Array, None]:
+    return None, cotangent * gradient, None
 
 
-def _trained_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
-) -> tuple[Array, Array, Array]:
-    @jax.checkpoint
-    def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
-        rows_CD, labels_C = part
-        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
-        return entropy_C, correct_C
-
-    entropy, correct = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N))
-    entropy_N = entropy.reshape(-1)
-    return (how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _frozen_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
-) -> tuple[Array, Array, Array]:
-    return _trained_head(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
-
-
-def _frozen_head_fwd(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
-) -> tuple[tuple[Array, Array, Array], Array]:
-    vocab = head_VD.shape[0]
-
-    def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        rows_CD, labels_C, supervised_C = part
-        logits_CV, top_C, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
-        weight_C = how.weights(entropy_C, supervised_C)
-        is_label_CV = labels_C[:, None] == jnp.arange(vocab, dtype=labels_C.dtype)[None]
-        slope_CV = weight_C[:, None] * (jnp.exp(logits_CV - top_C[:, None]) - is_label_CV.astype(jnp.float32))
-        return entropy_C, correct_C, product("nv,vd->nd", slope_CV, head_VD, how.dtype)
-
-    entropy, correct, grad = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N, supervised_N))
-    entropy_N = entropy.reshape(-1)
-    out = ((how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1))
-    return out, grad.reshape(rows_ND.shape).astype(rows_ND.dtype)
-
-
-def _frozen_head_bwd(how: _How, grad_ND: Array, cotangent: tuple[Array, Any, Any]) -> tuple[Array, None, None, None, None]:
-    return cotangent[0] * grad_ND, None, None, None, None
-
-
-_frozen_head.defvjp(_frozen_head_fwd, _frozen_head_bwd)
+_with_gradient.defvjp(_with_gradient_fwd, _with_gradient_bwd)

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW, linear warm-up, cosine decay, global-norm clipping (paper, appendix)."""
+"""The optimizer: AdamW (paper, appendix) or Muon, linear warm-up, cosine decay, global-norm clipping."""
 
 from functools import partial
 from typing import Any
@@ -9,6 +9,9 @@ from jaxtyping import Array, Float
 
 from dflash_jax.config import OptimConfig
 from dflash_jax.errors import ConfigError
+
+ADAMS_RMS = 0.2
+"""the typical size of AdamW's updates, to which Muon's are scaled (arXiv 2502.16982, section 2.2)"""
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -31,17 +34,36 @@ def optimizer(config: OptimConfig, steps: int, tap_sizes_M: Float[Array, " M"] |
         raise ConfigError(f"optim.warmup_ratio is {config.warmup_ratio}: it must lie in [0, 1)")
     if not config.clip_norm > 0:
         raise ConfigError(f"optim.clip_norm is {config.clip_norm}: it must be positive")
-    for name, value in (("beta1", config.beta1), ("beta2", config.beta2)):
+    for name, value in (("beta1", config.beta1), ("beta2", config.beta2), ("ema", config.ema)):
         if not 0 <= value < 1:
             raise ConfigError(f"optim.{name} is {value}: it must lie in [0, 1)")
-    for name, value in (("weight_decay", config.weight_decay), ("final_learning_rate", config.final_learning_rate)):
-        if not value >= 0:
-            raise ConfigError(f"optim.{name} is {value}: it must not be negative")
+    for name in ("weight_decay", "final_learning_rate", "skip_above"):
+        if not getattr(config, name) >= 0:
+            raise ConfigError(f"optim.{name} is {getattr(config, name)}: it must not be negative")
+    if 0 < config.skip_above <= 1:
+        raise ConfigError(f"optim.skip_above is {config.skip_above}: give 0 (off) or more than 1, times the usual gradient norm")
+    rate = schedule(config, steps)
+    adamw = optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
+    if config.optimizer == "muon":
+        muon = optax.contrib.muon(rate, weight_decay=config.weight_decay, consistent_rms=ADAMS_RMS)
+        chosen = optax.partition({"muon": muon, "adamw": adamw}, _kinds)
+    else:
+        chosen = adamw
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(schedule(config, steps), b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
+        chosen,
         optax.identity() if tap_sizes_M is None else optax.stateless(partial(_even_out, tap_sizes_M)),
     )
+
+
+def _kinds(params: Any) -> Any:
+    """Muon's are the matrices inside the layers. Embeddings, the head and vectors are AdamW's as usual, and so is the fuser, whose
+    rows have sizes of their own (`tap_sizes_M`): orthogonal rows would undo them."""
+
+    def one(path: tuple[Any, ...], leaf: Array) -> str:
+        return "muon" if leaf.ndim == 2 and "['layers']" in jax.tree_util.keystr(path) else "adamw"
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _even_out(tap_sizes_M: Array, updates: Any, params: Any) -> Any:

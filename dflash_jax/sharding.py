@@ -82,4 +82,5 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
+    """A variable with an array; an optimizer that treats only a part of the parameters keeps the others as empty variables."""
+    return isinstance(leaf, nnx.Variable) and bool(jax.tree.leaves(leaf))

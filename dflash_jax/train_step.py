@@ -13,9 +13,21 @@ from dflash_jax.blocks import Blocks, make_blocks, sample_anchors
 from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
-from dflash_jax.loss import LossSums, Objective, draft_vocabulary, head_loss, sample_vocabulary
+from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
+from dflash_jax.objectives import Objective
 from dflash_jax.sharding import BATCH, shardings
 from dflash_jax.targets import Target, TrainableTarget
+
+
+class Guard(NamedTuple):
+    """What the guard against loss spikes remembers. A step that it skips changes nothing but these counts and the step's number."""
+
+    skipped: Int[Array, ""]
+    """steps skipped so far"""
+    in_a_row: Int[Array, ""]
+    """of them the newest, without an applied step since"""
+    usual_norm: Float[Array, ""]
+    """running mean of the gradient norms of applied steps; 0 before the first"""
 
 
 class TrainState(NamedTuple):
@@ -24,6 +36,14 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     step: Int[Array, ""]
+    guard: Guard
+    ema: Any = None
+    """running mean of the parameters; None: not kept"""
+
+    @property
+    def eval_params(self) -> Any:
+        """What is evaluated and exported: the running mean where there is one."""
+        return self.params if self.ema is None else self.ema
 
 
 class Batch(NamedTuple):
@@ -39,6 +59,8 @@ class StepMetrics(NamedTuple):
 
     sums: LossSums
     grad_norm: Float[Array, ""]
+    guard: Guard
+    """after the step"""
     diagnostics: dict[str, Array]
     """attention_entropy_L (nats, a layer) and context_feature_norm when asked for"""
 
@@ -46,13 +68,13 @@ class StepMetrics(NamedTuple):
 TrainStep = Callable[[TrainState, Any, Batch, Array | None], tuple[TrainState, StepMetrics]]
 
 
-def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...]) -> Float[Array, "B T M"]:
-    """The taps of whole rows, without gradient."""
+def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...], last: bool = False) -> Float[Array, "B T M"]:
+    """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D]."""
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)
-    _, taps_BTM, _ = target.extend(jax.lax.stop_gradient(params), batch.tokens_BT, positions_BT, cache, taps)
-    return jax.lax.stop_gradient(taps_BTM)
+    hidden_BTD, taps_BTM, _ = target.extend(jax.lax.stop_gradient(params), batch.tokens_BT, positions_BT, cache, taps)
+    return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
 
 
 def block_loss(
@@ -64,8 +86,13 @@ def block_loss(
     blocks: Blocks,
     key: Array,
     config: Config,
+    hidden_BTD: Float[Array, "B T D"] | None = None,
+    shards: int = 1,
 ) -> tuple[LossSums, dict[str, Array]]:
-    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for."""
+    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for.
+
+    `hidden_BTD`: the target's final hidden states, which all losses but ce need. `shards`: devices that share the rows.
+    """
     train, model = config.train, drafter.config
     frozen = jax.lax.stop_gradient(target_params)
     dropout_key, vocabulary_key = jax.random.split(key)
@@ -83,16 +110,26 @@ def block_loss(
         candidates = sample_vocabulary(
             vocabulary_key, blocks.labels_BAK, blocks.supervised_BAK, model.vocab_size, train.vocab_sample
         )
+
+    def target_logits(anchors_BA: Array) -> Array:
+        """The state at anchor + k - 1 has the law of the token at anchor + k."""
+        assert hidden_BTD is not None
+        drafted_BAJ = anchors_BA[:, :, None] + jnp.arange(model.block_size - 1, dtype=jnp.int32)[None, None]
+        drafted_BN = jnp.minimum(drafted_BAJ, hidden_BTD.shape[1] - 1).reshape(anchors_BA.shape[0], -1)
+        return target.unembed(frozen, jnp.take_along_axis(hidden_BTD, drafted_BN[:, :, None], axis=1))
+
     sums = head_loss(
         hidden_BAKD,
         params["lm_head"][...] if model.own_head else target.head_kernel(frozen),
         blocks.labels_BAK,
         blocks.supervised_BAK,
-        Objective(model.loss_decay_gamma, train.objective),
+        Objective(model.loss_decay_gamma, train.slot_weights, train.loss),
         frozen=not model.own_head,
-        logit_chunk=train.logit_chunk,
+        logit_chunk=train.logit_chunk * shards,
         dtype=model.dtype,
         candidates=candidates,
+        anchors_BA=blocks.anchors_BA,
+        target_logits=target_logits,
     )
     diagnostics = {}
     if train.diagnostics:
@@ -114,7 +151,11 @@ def make_train_step(
     """The jitted step: (state, target params, batch, taps or None) -> (state, metrics). The state is donated.
 
     Anchors are drawn for the whole batch and gradients of loss sums are added up before one division, so neither micro-batches nor
-    devices change the result. `taps` None computes them from the target in each micro-batch.
+    devices change the result. `taps` None computes them from the target in each micro-batch; given ones are what `target_features`
+    returns, with `last` for all losses but ce.
+
+    A step whose loss or gradient norm is not finite, or whose norm is beyond optim.skip_above times the usual, changes no
+    parameter, moment or mean: the device decides, so the host need not wait to know.
     """
     rows, micro = config.data.batch_size, config.optim.accumulation
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -137,13 +178,27 @@ def make_train_step(
             f"train.vocab_sample is {config.train.vocab_sample}, but this drafter only learns the "
             f"{len(drafter.config.draft_token_ids)} tokens that it drafts, at that cost: set train.vocab_sample 0"
         )
-    taps = drafter.config.target_layer_ids
+    if config.train.vocab_sample and config.train.loss != "ce":
+        raise ConfigError(
+            f"train.loss {config.train.loss} takes its tokens from the target's law, which is over the whole vocabulary, and "
+            f"train.vocab_sample is {config.train.vocab_sample}: set it to 0, or train.loss ce"
+        )
+    taps, last = drafter.config.target_layer_ids, config.train.loss != "ce"
+    width, hidden = len(taps) * drafter.config.target_hidden_dim, drafter.config.target_hidden_dim if last else 0
 
     def micro_sums(params: Any, target_params: Any, part: tuple[Batch, Blocks, Array | None], key: Array) -> tuple[Array, Any]:
         batch, blocks, taps_BTM = part
         if taps_BTM is None:
-            taps_BTM = target_features(target, target_params, batch, taps)
-        sums, diagnostics = block_loss(drafter, params, target, target_params, taps_BTM, blocks, key, config)
+            taps_BTM = target_features(target, target_params, batch, taps, last)
+        if taps_BTM.shape[-1] != width + hidden:
+            raise ConfigError(
+                f"the given target features are {taps_BTM.shape[-1]} numbers a token, but train.loss {config.train.loss} needs "
+                f"{width} of taps and {hidden} of final hidden states: compute them for this loss"
+            )
+        taps_BTM, hidden_BTD = jnp.split(taps_BTM, [width], axis=-1)
+        sums, diagnostics = block_loss(
+            drafter, params, target, target_params, taps_BTM, blocks, key, config, hidden_BTD if last else None, shards
+        )
         return sums.weighted, (sums, diagnostics)
 
     def train_step(state: TrainState, target_params: Any, batch: Batch, taps_BTM: Array | None) -> tuple[TrainState, StepMetrics]:
@@ -176,17 +231,43 @@ def make_train_step(
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             grad_norm = optax.tree.norm(grads)
-        return TrainState(params, opt_state, state.step + 1), StepMetrics(sums, grad_norm, diagnostics)
+        applied, guard = watch(state.guard, sums.weighted, grad_norm, config.optim.skip_above)
+        ema = None if state.ema is None else average(state.ema, params, config.optim.ema, state.step - state.guard.skipped)
+        new = TrainState(params, opt_state, state.step, guard, ema)
+        new = jax.tree.map(lambda x, old: jnp.where(applied, x, old), new, state)._replace(step=state.step + 1, guard=guard)
+        return new, StepMetrics(sums, grad_norm, guard, diagnostics)
 
     return jax.jit(train_step, donate_argnums=0)
 
 
-def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state of step 0 on the mesh; optimizer moments are sharded like their parameters."""
+def watch(guard: Guard, loss: Array, grad_norm: Array, skip_above: float) -> tuple[Bool[Array, ""], Guard]:
+    """Whether a step with this loss and gradient norm is applied, and what the guard knows after it. `skip_above` 0: only
+    numbers that are not finite are skipped."""
+    applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    usual = guard.usual_norm
+    if skip_above:
+        applied &= (usual == 0) | (grad_norm <= skip_above * usual)
+    skip = 1 - applied.astype(jnp.int32)
+    norm = jnp.where(usual == 0, grad_norm, 0.98 * usual + 0.02 * grad_norm)
+    return applied, Guard(guard.skipped + skip, skip * (guard.in_a_row + 1), jnp.where(applied, norm, usual))
+
+
+def average(ema: Any, params: Any, decay: float, applied: Int[Array, ""]) -> Any:
+    """The running mean after one more applied step: decay x mean + (1 - decay) x parameters. `applied` steps came before it; while
+    they are few the decay is only (1 + n) / (10 + n), so that the first parameters are soon forgotten."""
+    n = applied.astype(jnp.float32)
+    kept = jnp.minimum(decay, (1 + n) / (10 + n))
+    return jax.tree.map(lambda mean, new: kept * mean + (1 - kept) * new, ema, params)
+
+
+def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, ema: bool = False) -> TrainState:
+    """The state of step 0 on the mesh; optimizer moments and the running mean (with `ema`) are sharded like their parameters."""
 
     def build(params: Any) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        mean = jax.tree.map(lambda x: jnp.copy(x.astype(jnp.float32)), params) if ema else None  # a donated buffer is one array's
         with jax.numpy_dtype_promotion("standard"):
-            return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+            return TrainState(params, tx.init(params), zero, Guard(zero, zero, jnp.zeros((), jnp.float32)), mean)
 
     placed = jax.device_put(drafter.params, shardings(drafter.params, mesh))
     out = shardings(jax.eval_shape(build, placed), mesh)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -40,6 +39,7 @@ from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, ma
 from dflash_jax.warm_start import tap_sizes
 
 PACKAGED = "packaged"
+MEND = "lower optim.learning_rate or optim.clip_norm and start again in another train.run_dir; --resume would repeat it"
 
 
 def fit(config: Config) -> int:
@@ -77,7 +77,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, sample_batch(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
-    state = init_state(drafter, tx, mesh)
+    state = init_state(drafter, tx, mesh, ema=config.optim.ema > 0)
     run_dir.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
         held.enter_context(only_process(run_dir))
@@ -103,7 +103,8 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     print(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
     print(f"data: {dataset.report}")
     if config.train.features == "memory":
-        _check_memory(2 * dataset.report["tokens"] * len(taps) * target.config.hidden_size)
+        kept = len(taps) + (config.train.loss != "ce")
+        _check_memory(2 * dataset.report["tokens"] * kept * target.config.hidden_size)
     print("\n".join(replicated_dimensions(drafter.params, mesh)) or f"mesh: {dict(mesh.shape)}")
     loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
     try:
@@ -113,7 +114,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if not finished:
         print(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
         return INTERRUPTED
-    trained = Drafter(drafter.config, state.params)
+    trained = Drafter(drafter.config, state.eval_params)
     save_drafter(trained, run_dir / "drafter")
     print(f"drafter written to {run_dir / 'drafter'}; measure it: python -m dflash_jax bench --drafter.path {run_dir / 'drafter'}")
     return 0
@@ -130,7 +131,7 @@ def _check_memory(needed: int) -> None:
 def _check_counts(config: Config) -> None:
     least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.vocab_sample": 0}
     least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0, "train.seed": 0}
-    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "log_every", "save_every", "keep")
+    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "max_skipped", "log_every", "save_every", "keep")
     for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
         section, field = name.split(".")
         value = getattr(getattr(config, section), field)
@@ -145,9 +146,8 @@ def _check_counts(config: Config) -> None:
 
 def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:
     """What a resumed run must have in common with the checkpoint: all that decides the numbers."""
-    train = {
-        name: getattr(config.train, name) for name in ("init", "anchors_per_row", "objective", "vocab_sample", "features", "seed")
-    }
+    names = ("init", "anchors_per_row", "loss", "slot_weights", "vocab_sample", "features", "seed")
+    train = {name: getattr(config.train, name) for name in names}
     parts = {"drafter": dataclasses.asdict(drafter), "target": dataclasses.asdict(config.target), "train": train}
     parts["optim"] = dataclasses.asdict(config.optim)
     flat = {f"{section}.{name}": value for section, values in parts.items() for name, value in values.items()}
@@ -208,7 +208,8 @@ class _Loop:
         if config.train.features == "memory" and jax.process_count() > 1:
             raise ConfigError("train.features memory works in one process only: use online")
         self.kept_features: dict[int, np.ndarray] = {}
-        self.features = jax.jit(lambda params, batch: target_features(target, params, batch, drafter.config.target_layer_ids))
+        layers, last = drafter.config.target_layer_ids, config.train.loss != "ce"
+        self.features = jax.jit(lambda params, batch: target_features(target, params, batch, layers, last))
 
     def _heldout_prompts(self) -> list[Prompt]:
         data = self.config.data
@@ -247,7 +248,8 @@ class _Loop:
                     line = summarise(window)
                     line |= {"step": step, "learning_rate": float(self.learning_rate(step - 1))}
                     writer.write(step, line)
-                    bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
+                    if "loss" in line:
+                        bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
                     window = []
                 if self.heldout and (due or step % train.eval_every == 0):
                     decoded = self._decode(state)
@@ -256,14 +258,14 @@ class _Loop:
                         f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} (pooled) on held-out prompts"
                     )
                 if due or step % train.save_every == 0:
-                    if pending is not None:  # never save a state whose loss has not been seen to be finite
+                    if pending is not None:
                         window.append(self._read(*pending))
                         pending = None
-                    self.checkpoints.save(state, position, self.identity, self.merged_config)
+                    self._save(state, position)
             if step < self.steps:
                 if pending is not None:
                     self._read(*pending)
-                self.checkpoints.save(state, position, self.identity, self.merged_config)
+                self._save(state, position)
                 return state, False
         return state, True
 
@@ -276,8 +278,8 @@ class _Loop:
         return jax.device_put(taps_BTM, jax.sharding.NamedSharding(self.mesh, BATCH))
 
     def _row_features(self, raw: dict[str, Any], row: int, width: int) -> np.ndarray:
-        """Features of one row, [width, M] float32. They are computed alone, padded to the row's own bucket, so that they do not
-        depend on which rows it first came with: a resumed run sees the same bits."""
+        """Features of one row as the step takes them, [width, ...] float32. They are computed alone, padded to the row's own
+        bucket, so that they do not depend on which rows it first came with: a resumed run sees the same bits."""
         row_id, length = int(raw["id_B"][row]), int(raw["length_B"][row])
         if row_id not in self.kept_features:
             bucket = min(b for b in self.config.data.buckets if b >= length)
@@ -291,15 +293,27 @@ class _Loop:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}
         values |= {name: np.asarray(value) for name, value in metrics.diagnostics.items()} | host
         values["seconds"] = time.perf_counter() - host["started"]
-        if not (math.isfinite(float(values["sums"].weighted)) and math.isfinite(values["grad_norm"])):
+        guard = jax.device_get(metrics.guard)
+        values |= {"skipped_steps": int(guard.skipped), "skipped": bool(guard.in_a_row)}
+        if guard.in_a_row >= self.config.train.max_skipped:
             raise NonFiniteLossError(
-                f"the loss or its gradient is not finite at step {step} (the newest checkpoint is step {self.checkpoints.newest}): "
-                "lower optim.learning_rate or optim.clip_norm and start again in another train.run_dir; --resume would repeat it"
+                f"{guard.in_a_row} steps in a row, up to step {step}, were skipped because the loss or its gradient was not finite "
+                f"(or beyond optim.skip_above) {self._newest}: {MEND}"
             )
         return values
 
+    def _save(self, state: TrainState, position: dict[str, Any]) -> None:
+        """Write a checkpoint, but never one of parameters that are not finite (a step skipped for another reason is no harm)."""
+        if int(state.guard.in_a_row) and not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params)):
+            raise NonFiniteLossError(f"the parameters are not finite at step {int(state.step)} {self._newest}: {MEND}")
+        self.checkpoints.save(state, position, self.identity, self.merged_config)
+
+    @property
+    def _newest(self) -> str:
+        return f"(the newest checkpoint is step {self.checkpoints.newest})"
+
     def _decode(self, state: TrainState) -> dict[str, Any]:
-        current = Drafter(self.drafter.config, state.params)
+        current = Drafter(self.drafter.config, state.eval_params)
         out = generate(self.target, current, self.heldout, max_new_tokens=self.config.train.eval_max_new_tokens)
         return {
             "eval_acceptance_length": out.stats.acceptance_length,
@@ -309,10 +323,15 @@ class _Loop:
 
 
 def summarise(window: list[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of the steps since the last line: sums over sums, rates over the wall time."""
-    sums = jax.tree.map(lambda *x: np.sum(np.stack(x), axis=0), *(values["sums"] for values in window))
+    """Metrics of the steps since the last line: sums over sums, rates over the wall time. Skipped steps are only counted; a window
+    of nothing else has no loss."""
+    line: dict[str, Any] = {"skipped_steps": window[-1]["skipped_steps"]}
     seconds = max(window[-1]["started"] + window[-1]["seconds"] - window[0]["started"], 1e-9)
-    line = {
+    window = [values for values in window if not values["skipped"]]
+    if not window:
+        return line
+    sums = jax.tree.map(lambda *x: np.sum(np.stack(x), axis=0), *(values["sums"] for values in window))
+    line |= {
         "loss": float(sums.weighted / max(sums.weight, 1e-9)),
         "unweighted_loss": float(sums.unweighted / max(sums.slots, 1.0)),
         "acceptance_length": float(1 + sums.accepted / max(sums.blocks, 1.0)),

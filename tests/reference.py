@@ -180,38 +180,53 @@ class Loss:
     blocks: int = 0
 
 
-def loss(logits_BAKV, labels_BAK, supervised_BAK, gamma, kind="decay"):
-    """Slot by slot, float64. Sums and counts, and the correct and counted slots by k."""
-    logits_BAKV = np.asarray(logits_BAKV, np.float64)
-    batch, anchors, slots, _ = logits_BAKV.shape
+def loss(logits_BAKS, labels_BAK, supervised_BAK, gamma, slot_weights="decay", loss="ce", target_BAKV=None, ids=None):
+    """Slot by slot, float64. Sums and counts, and the correct and counted slots by k. `ids`: the tokens that are drafted at all;
+    `target_BAKV`: the target's logits of the token at each slot, for all losses but ce."""
+    batch, anchors, slots, drafted = np.shape(logits_BAKS)
+    ids = list(range(drafted)) if ids is None else list(ids)
     sums, correct_K, count_K = Loss(), np.zeros(slots), np.zeros(slots)
     for b, a in np.ndindex(batch, anchors):
-        standing, any_label, all_nats = True, False, {}
+        standing, any_label, learned, likely = True, False, {}, {}
         for k in range(1, slots):
             if not supervised_BAK[b, a, k]:
                 standing = False
                 continue
-            logits, label = logits_BAKV[b, a, k], int(labels_BAK[b, a, k])
-            nats = math.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]
-            hit = int(np.argmax(logits)) == label
-            all_nats[k] = nats
-            sums.unweighted += nats
-            sums.slots += 1
+            q = softmax(logits_BAKS[b, a, k])
+            label = int(labels_BAK[b, a, k] if loss == "ce" else np.argmax(target_BAKV[b, a, k]))
+            hit = ids[int(np.argmax(q))] == label
+            if loss in ("ce", "ce_argmax"):
+                chance = q[ids.index(label)] if label in ids else 0.0
+                value = -math.log(chance) if label in ids else None
+            else:
+                p = softmax(target_BAKV[b, a, k])[ids]
+                chance = sum(min(x, y) for x, y in zip(p, q, strict=True))
+                kl = sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) + 1 - sum(p)
+                value = {"kl": kl, "tv": 1 - chance, "lk": math.exp(-3 * chance) * (kl - 1 + chance) + 1 - chance}[loss]
+            likely[k] = 0.5 + 0.5 * chance
+            if value is not None:
+                learned[k] = value
             correct_K[k] += hit
             count_K[k] += 1
             standing, any_label = standing and hit, True
             sums.accepted += standing
         sums.blocks += any_label
-        for k, nats in all_nats.items():
-            if kind == "decay":
+        for k, value in learned.items():
+            if slot_weights == "decay":
                 weight = math.exp(-(k - 1) / gamma)
             else:  # D-PACE: how likely the prefixes are that hold slot k, confidences halved towards 1
-                weight = sum(
-                    math.prod(0.5 + 0.5 * math.exp(-n) for i, n in all_nats.items() if i <= end) for end in all_nats if end >= k
-                )
-            sums.weighted += weight * nats
-            sums.weight += weight if kind == "decay" else 1
+                weight = sum(math.prod(x for i, x in likely.items() if i <= end) for end in learned if end >= k)
+            sums.weighted += weight * value
+            sums.weight += weight if slot_weights == "decay" else 1
+            sums.unweighted += value
+            sums.slots += 1
     return sums, correct_K, count_K
+
+
+def softmax(logits):
+    """A law in float64."""
+    logits = np.asarray(logits, np.float64)
+    return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

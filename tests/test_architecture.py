@@ -23,7 +23,7 @@ LAYERS = [
     ["config"],
     ["layers", "cache", "sampling", "sharding", "audit"],
     ["attention", "blocks"],
-    ["targets", "drafter"],
+    ["targets", "drafter", "objectives"],
     ["loss", "verify", "tokenizer", "hf_fields", "hf_weights", "prompts", "cli"],
     ["hf_config", "hf_layouts"],
     ["gguf", "decode", "conversations", "optim"],

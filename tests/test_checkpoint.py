@@ -16,7 +16,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer
-from dflash_jax.train_step import TrainState, init_state
+from dflash_jax.train_step import init_state
 
 DRAFTER = DFlashConfig(32, 32, 64, 4, 4.0, 4, 2, 8, 48, block_size=4, num_draft_layers=1, target_layer_ids=(1, 2), mask_token_id=3)
 IDENTITY = {"optim.learning_rate": 1e-3, "drafter.causal": (False,), "steps": 4}
@@ -25,7 +25,9 @@ CONFIG = {"optim": {"learning_rate": 1e-3}}
 
 
 def empty(on=None):
-    return init_state(Drafter.random(jax.random.key(0), DRAFTER), optimizer(OptimConfig(), 10), on or mesh())
+    """With a running mean, and the placeholders that Muon has for other parameters than its own."""
+    tx = optimizer(OptimConfig(optimizer="muon"), 10)
+    return init_state(Drafter.random(jax.random.key(0), DRAFTER), tx, on or mesh(), ema=True)
 
 
 def filled(step, seed=1):
@@ -36,8 +38,7 @@ def filled(step, seed=1):
         value = random.standard_normal(x.shape) if x.dtype == jnp.float32 else random.integers(1, 99, x.shape)
         return jax.device_put(jnp.asarray(value, x.dtype), x.sharding)
 
-    state = jax.tree.map(fill, empty())
-    return TrainState(state.params, state.opt_state, jnp.int32(step))
+    return jax.tree.map(fill, empty())._replace(step=jnp.int32(step))
 
 
 def equal(a, b):

@@ -1,6 +1,7 @@
 """Losses against numpy and against plain automatic differentiation of whole logits."""
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import reference
 
-from dflash_jax.loss import Objective, dflash_loss, draft_vocabulary, head_loss, loss_sums, sample_vocabulary
+from dflash_jax.loss import dflash_loss, draft_vocabulary, head_loss, loss_sums, sample_vocabulary
+from dflash_jax.objectives import Objective, SlotTerms
 
 pytestmark = pytest.mark.one_cell
 
-B, A, K, D, V, GAMMA = 2, 3, 5, 8, 19, 2.5
+B, A, K, T, D, V, GAMMA = 2, 3, 5, 12, 8, 19, 2.5
 DECAY, DPACE = Objective(GAMMA), Objective(GAMMA, "dpace")
 
 
@@ -31,8 +33,26 @@ def case(seed=0):
     return *floats, jnp.asarray(labels, jnp.int32), jnp.asarray(supervised)
 
 
-def assert_sums(sums, logits, labels, supervised, objective=DECAY):
-    wanted, correct_K, count_K = reference.loss(logits, labels, supervised, *objective)
+ANCHORS = jnp.asarray([[0, 3, 7], [1, 2, 5]], jnp.int32)
+
+
+def of_target(near=None):
+    """A target's logits after each position of rows [B, T, V], and the same at the slots of blocks, by loops (slot 0 has none).
+
+    `near`: a drafter's logits that the target mostly agrees with."""
+    logits_BTV = 2 * np.random.default_rng(9).standard_normal((B, T, V))
+    for b, a, k in np.ndindex(B, A, K) if near is not None else ():
+        if k and (b + a + k) % 7:  # the last block to write wins
+            logits_BTV[b, int(ANCHORS[b, a]) + k - 1] = near[b, a, k] + 0.3 * logits_BTV[b, int(ANCHORS[b, a]) + k - 1]
+    at_slots = np.zeros((B, A, K, V))
+    for b, a, k in np.ndindex(B, A, K):
+        if k:
+            at_slots[b, a, k] = logits_BTV[b, int(ANCHORS[b, a]) + k - 1]
+    return jnp.asarray(logits_BTV, jnp.float32), at_slots
+
+
+def assert_sums(sums, logits, labels, supervised, objective=DECAY, **of_slots):
+    wanted, correct_K, count_K = reference.loss(logits, labels, supervised, *objective, **of_slots)
     assert wanted.accepted > 3
     assert wanted.blocks == B * A - 1
     for name, value in dataclasses.asdict(wanted).items():
@@ -44,14 +64,23 @@ def assert_sums(sums, logits, labels, supervised, objective=DECAY):
     np.testing.assert_allclose(sums.acceptance_length, 1 + wanted.accepted / wanted.blocks, rtol=1e-6)
 
 
-run_head = jax.jit(head_loss, static_argnames=("objective", "frozen", "logit_chunk", "dtype"))
+@partial(jax.jit, static_argnames=("objective", "frozen", "logit_chunk", "dtype"))
+def run_head(hidden, head, labels, supervised, objective, target_BTV=None, **options):
+    def target_logits(anchors_BA):
+        at_slots_BN = (anchors_BA[:, :, None] + jnp.arange(K - 1, dtype=jnp.int32)[None, None]).reshape(B, -1)
+        return jnp.take_along_axis(target_BTV, at_slots_BN[:, :, None], axis=1)
+
+    if target_BTV is not None:
+        options |= {"anchors_BA": ANCHORS, "target_logits": target_logits}
+    return head_loss(hidden, head, labels, supervised, objective, **options)
 
 
-def value_and_gradient(hidden, head, labels, supervised, candidates=None, objective=DECAY, **options):
+def value_and_gradient(hidden, head, labels, supervised, candidates=None, objective=DECAY, target_BTV=None, **options):
     """The sums, and gradients of the weighted sum towards hidden states and head."""
 
     def weighted(hidden, head):
-        sums = run_head(hidden, head, labels, supervised, objective, dtype="float32", candidates=candidates, **options)
+        options_ = options | {"dtype": "float32", "candidates": candidates}
+        sums = run_head(hidden, head, labels, supervised, objective, target_BTV, **options_)
         return 3.0 * sums.weighted, sums  # not 1: a custom gradient must use the cotangent
 
     return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -64,33 +93,88 @@ def test_whole_logits_equal_numpy(gamma):
     assert_sums(dflash_loss(logits, labels, supervised, gamma), logits, labels, supervised, Objective(gamma))
 
 
-def plain_sums(hidden, head, labels, supervised, objective):
-    """The sums of whole logits."""
-    logits = hidden @ head.T
-    entropy = -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), labels[..., None], axis=-1)[..., 0]
-    return loss_sums(entropy, jnp.argmax(logits, axis=-1) == labels, supervised, objective)
+def plain_sums(logits, labels, supervised, objective, target=None, ids=None):
+    """The sums of whole logits, each loss written as in its paper (total variation as half the sum of differences)."""
+    log_q = jax.nn.log_softmax(logits, axis=-1)
+    if objective.loss != "ce":
+        labels = jnp.argmax(target, axis=-1)
+    if ids is not None:
+        labels = jnp.full((V,), -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))[labels]
+    known = labels >= 0
+    correct = jnp.argmax(logits, axis=-1) == labels
+    if objective.loss in ("ce", "ce_argmax"):
+        picked = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return loss_sums(
+            SlotTerms(*(jnp.where(known, x, 0.0) for x in (-picked, jnp.exp(picked))), correct, known), supervised, objective
+        )
+    p, q = jax.nn.softmax(target, axis=-1), jnp.exp(log_q)
+    outside = 0.0
+    if ids is not None:
+        p, outside = p[..., ids], 1 - p[..., ids].sum(-1)
+    kl, tv = (p * (jnp.log(p) - log_q)).sum(-1) + outside, 0.5 * (jnp.abs(p - q).sum(-1) + outside)
+    share = jax.lax.stop_gradient({"kl": 1.0, "tv": 0.0, "lk": jnp.exp(-3 * (1 - tv))}[objective.loss])
+    terms = SlotTerms(share * kl + (1 - share) * tv, jax.lax.stop_gradient(1 - tv), correct, jnp.ones_like(known))
+    return loss_sums(terms, supervised, objective)
 
 
-@pytest.mark.parametrize("objective", [DECAY, DPACE], ids=lambda objective: objective.kind)
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("chunk", [1, 17, 1000])
-def test_chunked_head_equals_whole_logits(frozen, chunk, objective):
-    """24 rows in chunks of one block, of 4 (padded) and in one: values, and gradients equal to plain differentiation."""
+CASES = [(objective, frozen, chunk) for objective in (DECAY, DPACE) for frozen in (True, False) for chunk in (1, 17, 1000)]
+CASES += [
+    (Objective(GAMMA, weights, loss), frozen, chunk)
+    for loss in ("ce_argmax", "kl", "tv", "lk")
+    for weights, frozen, chunk in (("decay", True, 1), ("dpace", True, 17), ("decay", False, 1000), ("dpace", False, 17))
+]
+
+
+@functools.cache
+def plain_gradients(objective, ids):
+    """Towards hidden states and head, by automatic differentiation of whole logits."""
     hidden, head, labels, supervised = case()
+    drafted = jnp.arange(V) if ids is None else jnp.asarray(ids)
+    target = None if objective.loss == "ce" else jnp.asarray(of_target(np.asarray(hidden @ head.T))[1], jnp.float32)
 
-    def plain(hidden, head):
-        return 3.0 * plain_sums(hidden, head, labels, supervised, objective).weighted
+    def weighted(hidden, head):
+        logits = hidden @ head[drafted].T
+        return 3.0 * plain_sums(logits, labels, supervised, objective, target, None if ids is None else drafted).weighted
 
-    wanted_hidden, wanted_head = jax.grad(plain, argnums=(0, 1))(hidden, head)
-    options = {"frozen": frozen, "logit_chunk": chunk, "objective": objective}
-    (_, sums), (got_hidden, got_head) = value_and_gradient(hidden, head, labels, supervised, **options)
-    assert_sums(sums, hidden @ head.T, labels, supervised, objective)
+    return jax.jit(jax.grad(weighted, argnums=(0, 1)))(hidden, head)
+
+
+@pytest.mark.parametrize(("objective", "frozen", "chunk"), CASES)
+def test_chunked_head_equals_whole_logits(objective, frozen, chunk):
+    """3 blocks a row in chunks of one, of two (padded) and in one: values, and gradients equal to plain differentiation. Losses of
+    the target's law with chunks of 17 are of a drafter that drafts every second token and one more."""
+    hidden, head, labels, supervised = case()
+    target_BTV, at_slots = of_target(np.asarray(hidden @ head.T)) if objective.loss != "ce" else (None, None)
+    ids = (*range(0, V, 2), 5) if objective.loss != "ce" and chunk == 17 else None
+    drafted = jnp.arange(V) if ids is None else jnp.asarray(ids)
+    wanted_hidden, wanted_head = plain_gradients(objective, ids)
+    options = {"frozen": frozen, "logit_chunk": chunk, "objective": objective, "target_BTV": target_BTV}
+    candidates = None if ids is None else draft_vocabulary(ids, V)
+    (_, sums), (got_hidden, got_head) = value_and_gradient(hidden, head, labels, supervised, candidates, **options)
+    assert_sums(sums, hidden @ head[drafted].T, labels, supervised, objective, target_BAKV=at_slots, ids=ids)
     np.testing.assert_allclose(got_hidden, wanted_hidden, rtol=1e-4, atol=1e-5)
     assert (got_hidden[:, :, 0] == 0).all(), "slot 0 has no label"
     if frozen:
         assert (got_head == 0).all()
     else:
         np.testing.assert_allclose(got_head, wanted_head, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_losses_over_a_law_measure():
+    """A drafter that has the target's law loses nothing, an ever worse one ever more; total variation is one less the overlap; the
+    blend is the divergence where nothing overlaps and mostly total variation where all does."""
+    law = np.asarray([[0.5, 0.3, 0.2, 1e-9]])
+    worse = np.asarray([[0.5, 0.3, 0.2, 1e-9], [0.4, 0.4, 0.2, 1e-9], [0.1, 0.1, 0.1, 0.7], [1e-9, 1e-9, 1e-9, 1.0]])
+    log_law, logits = (jnp.asarray(np.log(x), jnp.float32) for x in (np.repeat(law, 4, 0), worse))
+    overlap = np.minimum(law, worse).sum(1)
+    terms = {loss: Objective(GAMMA, "decay", loss).terms(logits, jnp.zeros(4, jnp.int32), log_law) for loss in ("kl", "tv", "lk")}
+    for term in terms.values():
+        np.testing.assert_allclose(term.confidence, overlap, rtol=1e-5, atol=1e-6)
+        assert float(term.loss[0]) == pytest.approx(0, abs=1e-6)
+        assert (np.diff(term.loss) > 1e-3).all()
+    np.testing.assert_allclose(terms["tv"].loss, 1 - overlap, atol=1e-6)
+    assert float(terms["lk"].loss[3]) == pytest.approx(float(terms["kl"].loss[3]), rel=1e-3)
+    assert float(terms["lk"].loss[1]) == pytest.approx(1 - overlap[1], rel=0.1)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -108,12 +192,14 @@ def test_nothing_supervised_is_zero_loss_and_zero_gradient(frozen, size):
 
 def test_dpace_weights_by_hand():
     """Confidences 1, 1/2, 1/4: prefixes of likelihood 1, 3/4, 15/32. A slot counts for the prefixes that hold it."""
-    entropy_AJ = jnp.asarray([[0.0, np.log(2), np.log(4)]] * 2, jnp.float32)
-    supervised_AJ = jnp.asarray([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
-    weights_AJ = DPACE.weights(entropy_AJ, supervised_AJ)
+    chance_AJ = jnp.asarray([[1.0, 1 / 2, 1 / 4]] * 3, jnp.float32)
+    supervised_AJ = jnp.asarray([[True, True, True], [True, False, True], [True, True, True]])
+    learned_AJ = jnp.asarray([[True, True, True], [True, True, True], [True, False, True]])
+    weights_AJ = DPACE.weights(chance_AJ, supervised_AJ, learned_AJ)
     np.testing.assert_allclose(weights_AJ[0], [1 + 3 / 4 + 15 / 32, 3 / 4 + 15 / 32, 15 / 32], rtol=1e-6)
     np.testing.assert_allclose(weights_AJ[1], [1 + 5 / 8, 0, 5 / 8], rtol=1e-6)
-    slope = jax.grad(lambda entropy_AJ: DPACE.weights(entropy_AJ, supervised_AJ).sum())(entropy_AJ)
+    np.testing.assert_allclose(weights_AJ[2], [1 + 15 / 32, 0, 15 / 32], rtol=1e-6)
+    slope = jax.grad(lambda chance_AJ: DPACE.weights(chance_AJ, supervised_AJ, learned_AJ).sum())(chance_AJ)
     assert not np.asarray(slope).any(), "no gradient through weights"
 
 
@@ -214,39 +300,27 @@ def test_sampled_normaliser_is_unbiased_and_labels_cost_what_they_should():
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", [DECAY, DPACE], ids=lambda objective: objective.kind)
+@pytest.mark.parametrize("objective", [DECAY, DPACE], ids=lambda objective: objective.slot_weights)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_label_that_is_never_drafted_is_a_miss_that_teaches_nothing(frozen, objective):
     hidden, head, labels, supervised = case()
     ids = tuple(range(0, V, 2))
-    known = labels % 2 == 0
+    drafted = jnp.asarray(ids)
     options = {"frozen": frozen, "logit_chunk": 7, "objective": objective}
     (_, sums), (grad, _) = value_and_gradient(hidden, head, labels, supervised, draft_vocabulary(ids, V), **options)
-    reduced = head[jnp.asarray(ids)]
+    wanted, correct_K, count_K = reference.loss(hidden @ head[drafted].T, labels, supervised, *objective, ids=ids)
+    for name, value in dataclasses.asdict(wanted).items():
+        np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(sums.correct_K, correct_K)
+    np.testing.assert_array_equal(sums.count_K, count_K)
+    assert 0 < wanted.slots < np.asarray(supervised)[..., 1:].sum()
 
-    def entropy(hidden):
-        return -jnp.take_along_axis(jax.nn.log_softmax(hidden @ reduced.T), (labels // 2)[..., None], axis=-1)[..., 0]
+    def plain(hidden):
+        return 3.0 * plain_sums(hidden @ head[drafted].T, labels, supervised, objective, ids=drafted).weighted
 
-    weights, chances = np.zeros((B, A, K)), np.exp(-np.asarray(entropy(hidden))) * np.asarray(known)
-    for b, a in np.ndindex(B, A):
-        slots = [k for k in range(1, K) if supervised[b, a, k]]
-        learned = [k for k in slots if known[b, a, k]]
-        prefix = dict(zip(slots, np.cumprod([0.5 + 0.5 * chances[b, a, k] for k in slots]), strict=True))
-        for k in learned:
-            weights[b, a, k] = np.exp(-(k - 1) / GAMMA) if objective == DECAY else sum(prefix[j] for j in learned if j >= k)
-    wanted, wanted_grad = jax.value_and_grad(lambda hidden: (jnp.asarray(weights, jnp.float32) * entropy(hidden)).sum())(hidden)
-    np.testing.assert_allclose(sums.weighted, wanted, rtol=1e-5)
-    np.testing.assert_allclose(grad, 3.0 * wanted_grad, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(sums.weight, weights.sum() if objective == DECAY else (weights > 0).sum(), rtol=1e-5)
-    plain = plain_sums(hidden, reduced, labels // 2, supervised & known, objective)
-    for name in ("unweighted", "slots"):
-        np.testing.assert_allclose(getattr(sums, name), getattr(plain, name), rtol=1e-5, err_msg=name)
-    hits = (2 * np.asarray(hidden @ reduced.T).argmax(-1) == np.asarray(labels)) & np.asarray(supervised)
-    counted = np.asarray(supervised)[..., 1:]
-    assert float(sums.accepted) == np.cumprod(hits[..., 1:], axis=-1).sum()
-    np.testing.assert_array_equal(sums.count_K[1:], counted.sum((0, 1)))
-    assert float(sums.blocks) == counted.any(-1).sum()
-    assert 0 < float(sums.slots) < counted.sum()
+    np.testing.assert_allclose(grad, jax.grad(plain)(hidden), rtol=1e-4, atol=1e-5)
+    unknown = np.asarray(labels % 2 == 1)
+    assert not np.asarray(grad)[unknown].any()
 
 
 def test_other_keys_draw_other_candidates():
@@ -254,3 +328,20 @@ def test_other_keys_draw_other_candidates():
     draw = partial(sample, labels=labels % 4, supervised=supervised, vocab_size=V, size=9)
     seen = {tuple(sorted(np.asarray(draw(jax.random.key(i)).ids_S).tolist())) for i in range(10)}
     assert len(seen) > 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On several devices
+
+
+def test_every_device_works_on_its_own_rows():
+    """Chunks hold a part of every row: with rows split over devices the compiled gradient gathers nothing."""
+    mesh = jax.make_mesh((B,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:B])
+    rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+
+    def weighted(hidden, head, labels, supervised):
+        return head_loss(hidden, head, labels, supervised, DECAY, frozen=True, logit_chunk=8, dtype="float32").weighted
+
+    gradient = jax.jit(jax.grad(weighted), in_shardings=(rows, whole, rows, rows))
+    text = gradient.lower(*case()).compile().as_text()
+    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))

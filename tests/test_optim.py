@@ -1,5 +1,6 @@
 """The learning rate's shape, clipping, decay, and refused settings."""
 
+import dataclasses
 import math
 
 import jax
@@ -77,6 +78,9 @@ def test_gradients_are_clipped_by_their_global_norm():
         ({"warmup_ratio": -0.1}, r"optim\.warmup_ratio is -0\.1"),
         ({"clip_norm": 0.0}, r"optim\.clip_norm is 0\.0: it must be positive"),
         ({"beta2": 1.0}, r"optim\.beta2 is 1\.0: it must lie in \[0, 1\)"),
+        ({"ema": 1.0}, r"optim\.ema is 1\.0: it must lie in \[0, 1\)"),
+        ({"skip_above": -1.0}, r"optim\.skip_above is -1\.0: it must not be negative"),
+        ({"skip_above": 0.5}, r"optim\.skip_above is 0\.5: give 0 \(off\) or more than 1"),
         ({"weight_decay": -1.0}, r"optim\.weight_decay is -1\.0: it must not be negative"),
         ({"final_learning_rate": -1.0}, r"optim\.final_learning_rate is -1\.0"),
     ],
@@ -102,3 +106,39 @@ def test_the_fusers_rows_learn_by_the_size_of_their_tap():
     )
     for part in (lambda tree: tree["norm"]["scale"], lambda tree: tree["fuser"]["hidden_norm"]["scale"]):
         np.testing.assert_array_equal(part(sized), part(plain))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_muon_orthogonalises_the_matrices_of_layers_and_leaves_the_rest_to_adamw():
+    """Singular values of such an update are nearly equal (Newton-Schulz stops at 0.7 to 1.2), its size is that of AdamW's."""
+    random = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(random.standard_normal(shape) * np.geomspace(1, 30, shape[-1]), jnp.float32)
+
+    params = {
+        "layers": [{"q_proj": {"kernel": draw(6, 10)}, "down_proj": {"kernel": draw(12, 4)}, "norm": {"scale": draw(6)}}],
+        "fuser": {"fc": {"kernel": draw(8, 6)}},
+        "lm_head": draw(9, 6),
+    }
+    grads = jax.tree.map(lambda x: x * jnp.float32(0.01), params)
+    config = OptimConfig(learning_rate=0.5, weight_decay=0.0, clip_norm=1.0)
+
+    def first(kind, decay=0.0):
+        tx = optimizer(dataclasses.replace(config, optimizer=kind, weight_decay=decay), 10, tap_sizes_M=jnp.full(8, 2.0))
+        return jax.jit(lambda grads: tx.update(grads, tx.init(params), params)[0])(grads)
+
+    muon, adamw, decaying = first("muon"), first("adamw"), first("muon", decay=0.1)
+    for name in ("q_proj", "down_proj"):
+        ours, theirs = (np.asarray(tree["layers"][0][name]["kernel"]) for tree in (muon, adamw))
+        values = np.linalg.svd(ours, compute_uv=False) / (0.5 * 0.2 * math.sqrt(max(ours.shape)))
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+        other = np.linalg.svd(theirs, compute_uv=False)
+        assert other.max() > 2 * other.min()
+        assert (np.sign(ours) == np.sign(theirs)).mean() > 0.6, "downhill"
+        decayed = decaying["layers"][0][name]["kernel"]
+        np.testing.assert_allclose(decayed, ours - 0.5 * 0.1 * params["layers"][0][name]["kernel"], rtol=1e-5, atol=1e-6)
+    for part in (lambda tree: tree["layers"][0]["norm"], lambda tree: tree["fuser"], lambda tree: tree["lm_head"]):
+        for ours, theirs in zip(jax.tree.leaves(part(muon)), jax.tree.leaves(part(adamw)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)

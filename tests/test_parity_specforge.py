@@ -48,8 +48,8 @@ def specforge(tmp_path_factory):
     return SimpleNamespace(Train=OnlineDFlashModel, drafter=drafter, target=target, ours=ours)
 
 
-@pytest.mark.parametrize("objective", ["decay", "dpace"])
-def test_training_equals_specforge(specforge, tmp_path, objective):
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
+def test_training_equals_specforge(specforge, tmp_path, slot_weights):
     """Loss sums, hits and the gradient of every parameter. (SpecForge divides D-PACE by the batch size, we by the slots.)"""
     torch, target, ours = zlab().torch, specforge.target, specforge.ours
     random = np.random.default_rng(1)
@@ -58,7 +58,7 @@ def test_training_equals_specforge(specforge, tmp_path, objective):
     head, embedding = (torch.tensor(np.asarray(x[...])) for x in (target.head_kernel(target.params), target.params["embed_tokens"]))
     train = specforge.Train(
         specforge.drafter, lambda hidden: hidden @ head.T, lambda ids: embedding[ids], MASK, SLOTS, "eager",
-        num_anchors=LENGTH, loss_decay_gamma=3.0, loss_type="dflash" if objective == "decay" else objective,
+        num_anchors=LENGTH, loss_decay_gamma=3.0, loss_type="dflash" if slot_weights == "decay" else slot_weights,
     )  # fmt: skip
     specforge.drafter.zero_grad()
     _, _, metrics = train(torch.tensor(tokens_BT).long(), torch.tensor(taps_BTM), torch.tensor(MASKS).float())
@@ -66,7 +66,7 @@ def test_training_equals_specforge(specforge, tmp_path, objective):
     weighted.backward()
 
     drafter = Drafter(dataclasses.replace(ours.config, loss_decay_gamma=3.0), ours.params)
-    config = Config(train=TrainConfig(anchor_chunk=4, logit_chunk=20, objective=objective))
+    config = Config(train=TrainConfig(anchor_chunk=4, logit_chunk=20, slot_weights=slot_weights))
     anchors_BA, valid_BA = sample_anchors(jax.random.key(0), jnp.asarray(MASKS), LENGTH)
     blocks = make_blocks(jnp.asarray(tokens_BT), jnp.asarray(MASKS), anchors_BA, valid_BA, SLOTS)
 
@@ -80,7 +80,7 @@ def test_training_equals_specforge(specforge, tmp_path, objective):
 
     grads, sums = gradient(drafter.params)
     assert float(sums.weighted) == pytest.approx(weighted.item(), rel=1e-5)
-    if objective == "decay":
+    if slot_weights == "decay":
         assert float(sums.weight) == pytest.approx(weight.item(), rel=1e-6)
     hits, slots = (x.item() for x in metrics["ratio_metrics"]["acc"])
     assert (float(sums.correct_K.sum()), float(sums.slots)) == (hits, slots)

@@ -8,23 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from tiny_run import leaves, mesh
 
 from dflash_jax.blocks import make_blocks, sample_anchors
 from dflash_jax.config import Config, DataConfig, OptimConfig, TrainConfig
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import (
     Batch,
-    TrainState,
+    Guard,
+    average,
     block_loss,
     init_state,
     make_train_step,
     place_batch,
     target_features,
+    watch,
 )
 
 ROWS, LENGTH, VOCAB, MASK = 8, 16, 64, 3
@@ -73,10 +76,10 @@ def run_steps(rows, *, mesh=ONE_DEVICE, drafter=DRAFTER, tx=SGD, config=CONFIG, 
 
 
 def change(**fields):
-    """CONFIG with other train fields, or another accumulation."""
-    micro = fields.pop("accumulation", 1)
+    """CONFIG with other fields of train or optim."""
+    optim = {name: fields.pop(name) for name in ("accumulation", "ema", "skip_above") if name in fields}
     return dataclasses.replace(
-        CONFIG, train=dataclasses.replace(CONFIG.train, **fields), optim=dataclasses.replace(CONFIG.optim, accumulation=micro)
+        CONFIG, train=dataclasses.replace(CONFIG.train, **fields), optim=dataclasses.replace(CONFIG.optim, **optim)
     )
 
 
@@ -147,7 +150,7 @@ def test_anchors_follow_the_step_and_the_seed():
     again = run_steps(make_rows(), step=one_device_step())[2][0]
     assert float(twice[0].sums.weighted) == float(again.sums.weighted)
     state = init_state(Drafter.random(jax.random.key(1), DRAFTER), SGD, mesh())
-    later = TrainState(state.params, state.opt_state, jax.device_put(jnp.int32(1), state.step.sharding))  # one step later
+    later = state._replace(step=jax.device_put(jnp.int32(1), state.step.sharding))  # one step later
     _, metrics = one_device_step()(later, TARGET.params, place_batch(make_rows(), mesh()), None)
     assert abs(float(metrics.sums.weighted) - float(again.sums.weighted)) > 1e-3
 
@@ -229,6 +232,125 @@ def test_the_whole_vocabulary_as_sample_is_exact(plain):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Losses against the target's law
+
+BLEND = change(loss="lk", slot_weights="dpace")
+
+
+@pytest.mark.one_cell
+def test_the_step_sees_the_targets_law_of_each_slot():
+    """Sums of a step of 2 micro-batches on 8 devices are those of whole logits, by loops: slot k stands against what the target
+    gives after position anchor + k - 1 of the data."""
+    rows = make_rows()
+    _, _, (metrics,) = run_steps(rows, mesh=mesh(2, 2, 2), config=dataclasses.replace(BLEND, optim=change(accumulation=2).optim))
+    drafter, batch = Drafter.random(jax.random.key(1), DRAFTER), place_batch(rows, mesh())
+    anchor_key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))
+    blocks = make_blocks(*batch[:2], *sample_anchors(anchor_key, batch.loss_mask_BT, 3), 4)
+
+    @jax.jit
+    def whole_logits(params, target_params):
+        block_BAKD = drafter.embed_block(params, blocks.anchor_tokens_BA, 4, lambda tokens: TARGET.embed(target_params, tokens))
+        taps_BTM = target_features(TARGET, target_params, batch, (0, 1))
+        hidden_BAKD, _ = drafter.forward(params, taps_BTM, blocks.anchors_BA, block_BAKD, Execution())
+        slots_1T = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
+        last_BTD, _, _ = TARGET.extend(target_params, batch.tokens_BT, slots_1T, TARGET.init_cache(ROWS, LENGTH))
+        return TARGET.unembed(target_params, hidden_BAKD), TARGET.unembed(target_params, last_BTD)
+
+    logits, of_target = (np.asarray(x) for x in whole_logits(drafter.params, TARGET.params))
+    at_slots = np.zeros_like(logits)
+    for b, a, k in np.ndindex(ROWS, 3, 4):
+        at_slots[b, a, k] = of_target[b, min(int(blocks.anchors_BA[b, a]) + k - 1, LENGTH - 1)]
+    wanted, correct_K, _ = reference.loss(logits, blocks.labels_BAK, blocks.supervised_BAK, 2.0, "dpace", "lk", at_slots)
+    for name, value in dataclasses.asdict(wanted).items():
+        np.testing.assert_allclose(getattr(metrics.sums, name), value, rtol=1e-4, err_msg=name)
+    np.testing.assert_array_equal(metrics.sums.correct_K, correct_K)
+
+
+@pytest.mark.one_cell
+@pytest.mark.parametrize(("loss", "width", "needs"), [("kl", 64, 32), ("ce", 96, 0)])
+def test_given_features_must_suit_the_loss(loss, width, needs):
+    message = rf"features are {width} numbers a token, but train\.loss {loss} needs 64 of taps and {needs} of final hidden states"
+    with pytest.raises(ConfigError, match=message):
+        run_steps(make_rows(), config=change(loss=loss), taps=jnp.zeros((ROWS, LENGTH, width)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running mean and guard
+
+
+def guarded_step():
+    """A step over given features, and those with what the target has last: what a test of the guard can poison."""
+    config = change(loss="lk", slot_weights="dpace", ema=0.9, skip_above=4.0)
+    fresh, tx = Drafter.random(jax.random.key(1), DRAFTER), optimizer(OptimConfig(learning_rate=1e-2), 10)
+    batch = place_batch(make_rows(), mesh())
+    taps = jax.jit(lambda params: target_features(TARGET, params, batch, (0, 1), True))(TARGET.params)
+    step = make_train_step(config, TARGET, fresh, tx, mesh())
+    return init_state(fresh, tx, mesh(), ema=True), lambda state, taps: step(state, TARGET.params, batch, taps), taps
+
+
+def with_usual_norm(state, norm):
+    return state._replace(guard=state.guard._replace(usual_norm=jax.device_put(np.float32(norm), state.step.sharding)))
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+@pytest.mark.one_cell
+def test_bad_steps_change_nothing_and_are_counted():
+    """Not a number in the features, or a gradient far larger than usual: parameters, moments and mean keep their bits, the step's
+    number and the counts go on; good steps after it learn."""
+    state, step, taps = guarded_step()
+    state, metrics = step(state, taps)
+    first = on_host(state)
+    assert leaves(metrics.guard) == leaves(state.guard) == {".skipped": 0, ".in_a_row": 0, ".usual_norm": metrics.grad_norm}
+    state, metrics = step(state, taps.at[3, 1, 2].set(jnp.nan))
+    assert not np.isfinite(metrics.grad_norm)
+    state, _ = step(with_usual_norm(state, first.guard.usual_norm / 100), taps)
+    assert (int(state.step), int(state.guard.skipped), int(state.guard.in_a_row)) == (3, 2, 2)
+    for name, value in leaves((state.params, state.opt_state, state.ema)).items():
+        np.testing.assert_array_equal(value, leaves((first.params, first.opt_state, first.ema))[name], err_msg=name)
+    state, metrics = step(with_usual_norm(state, first.guard.usual_norm), taps)
+    assert (int(state.guard.skipped), int(state.guard.in_a_row)) == (2, 0)
+    usual = 0.98 * float(first.guard.usual_norm) + 0.02 * float(metrics.grad_norm)
+    assert float(state.guard.usual_norm) == pytest.approx(usual, rel=1e-5)
+    now, before = leaves(state.params), leaves(first.params)
+    assert all(np.abs(now[name] - before[name]).max() > 0 for name in now)
+    # the second applied step: decay (1 + 1) / (10 + 1), below 0.9
+    for name, mean in leaves(state.ema).items():
+        np.testing.assert_allclose(mean, 2 / 11 * leaves(first.ema)[name] + 9 / 11 * now[name], rtol=1e-5, atol=1e-6)
+    assert all(leaves(first.ema)[name].dtype == np.float32 for name in now)
+
+
+@pytest.mark.one_cell
+def test_what_the_guard_skips():
+    guard = Guard(jnp.int32(5), jnp.int32(2), jnp.float32(1.0))
+    unknown = guard._replace(usual_norm=jnp.float32(0.0))
+    cases = [
+        (guard, 1.0, 3.9, True), (guard, 1.0, 4.1, False), (guard, jnp.nan, 1.0, False), (guard, 1.0, jnp.inf, False),
+        (unknown, 1.0, 1e6, True), (unknown, 1.0, jnp.nan, False),
+    ]  # fmt: skip
+    for before, loss, norm, wanted in cases:
+        applied, after = watch(before, jnp.float32(loss), jnp.float32(norm), 4.0)
+        assert bool(applied) == wanted
+        assert (int(after.skipped), int(after.in_a_row)) == ((5, 0) if wanted else (6, 3))
+        assert np.isfinite(after.usual_norm)
+        assert wanted or float(after.usual_norm) == float(before.usual_norm)
+    assert bool(watch(guard, jnp.float32(1.0), jnp.float32(1e6), 0.0)[0]), "off"
+
+
+@pytest.mark.one_cell
+def test_the_mean_follows_the_parameters():
+    """Constant parameters are reached soon; after many steps the decay is the one given."""
+    mean = {"w": jnp.zeros(2)}
+    for step in range(20):
+        mean = average(mean, {"w": jnp.ones(2)}, 0.999, jnp.int32(step))
+    assert float(mean["w"][0]) > 0.99
+    late = average({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, 0.999, jnp.int32(10**6))
+    np.testing.assert_allclose(late["w"], 0.001, rtol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Kinds of drafters
 
 KINDS = {
@@ -307,6 +429,7 @@ def _one_anchor():
         ((1, 1, 1), {"accumulation": 0}, r"optim\.accumulation 0"),
         ((1, 1, 1), {"vocab_sample": VOCAB + 1}, r"train\.vocab_sample is 65: give 0 \(all\), or from 64 .* to 64"),
         ((1, 1, 1), {"vocab_sample": 17, "accumulation": 4}, r"vocab_sample is 17: .* from 18"),
+        ((1, 1, 1), {"vocab_sample": VOCAB, "loss": "ce_argmax"}, r"train\.loss ce_argmax takes its tokens .* set it to 0, or"),
     ],
 )
 def test_refused_sizes(sizes, fields, message):

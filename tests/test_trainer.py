@@ -30,7 +30,7 @@ STEPS = {}
 
 
 def remembered_step(config, target, drafter, tx, mesh):
-    train = dataclasses.replace(config.train, run_dir="", resume=False, save_every=1, log_every=1, init="random")
+    train = dataclasses.replace(config.train, run_dir="", resume=False, save_every=1, log_every=1, max_skipped=1, init="random")
     key = repr((config.data, config.optim, train, drafter.config, target.config, mesh))
     return STEPS.setdefault(key, make_train_step(config, target, drafter, tx, mesh))
 
@@ -127,8 +127,9 @@ def test_metrics(whole):
     for line in lines:
         assert set(line) == {
             "loss", "unweighted_loss", "acceptance_length", "accuracy_per_position", "grad_norm", "anchors_per_second",
-            "tokens_per_second", "step", "learning_rate",
+            "tokens_per_second", "step", "learning_rate", "skipped_steps",
         }  # fmt: skip
+        assert line["skipped_steps"] == 0
         assert len(line["accuracy_per_position"]) == 3
         assert all(0 <= share <= 1 for share in line["accuracy_per_position"])
         assert 1 <= line["acceptance_length"] <= 4
@@ -287,18 +288,77 @@ def test_a_finished_run_may_be_resumed(tmp_path, whole):
     assert (tmp_path / "r" / "drafter" / "model.safetensors").read_bytes() == (whole / "drafter" / "model.safetensors").read_bytes()
 
 
+def poison(state):
+    """Parameters that no step can use."""
+    return state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params))
+
+
 @pytest.mark.one_cell
-@pytest.mark.parametrize(("save_every", "newest"), [(2, 2), (1, 2)])
-def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every, newest):
-    """A poisoned third step; metrics are read late, so the fourth may have begun."""
+@pytest.mark.parametrize(("save_every", "step"), [(2, 4), (1, 3)])
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, save_every, step):
+    """Poisoned before the third step: no step changes them any more, and the next checkpoint is refused."""
     with monkeypatch.context() as patch:
-        before_step(patch, 3, lambda state: state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params)))
-        message = rf"not finite at step 3 \(the newest checkpoint is step {newest}\): lower optim\.learning_rate .* another train"
+        before_step(patch, 3, poison)
+        message = rf"parameters are not finite at step {step} \(the newest checkpoint is step 2\): lower optim\.learning_rate"
         with pytest.raises(NonFiniteLossError, match=message):
             trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every))
     assert "3" not in [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()]
     assert all(np.isfinite(x).all() for x in final_state(tmp_path / "r", 2).values())
     assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every, train__resume=True)) == 0
+
+
+def spoil(patch, *steps):
+    """The target's features of these steps are not numbers."""
+    features, calls = trainer._Loop._features, []
+
+    def spoiled(self, raw):
+        calls.append(None)
+        return features(self, raw) * np.float32("nan" if len(calls) in steps else 1)
+
+    patch.setattr(trainer._Loop, "_features", spoiled)
+
+
+@pytest.mark.one_cell
+def test_skipped_steps_are_counted_and_stop_a_run_only_when_they_go_on(tmp_path, monkeypatch):
+    """One bad step leaves the metrics to the good ones of its window; two in a row are one too many here, and the message tells."""
+
+    def run(name, max_skipped, *steps):
+        with monkeypatch.context() as patch:
+            spoil(patch, *steps)
+            config = tiny_run.tiny_run(tmp_path / name, train__max_skipped=max_skipped, train__features="memory")
+            assert trainer.fit(config) == 0
+        return metrics_of(tmp_path / name)
+
+    lines = run("a", 2, 1)
+    assert [line["skipped_steps"] for line in lines] == [1, 1]
+    assert all(np.isfinite(line["loss"]) for line in lines)
+    message = r"2 steps in a row, up to step 4, were skipped .*not finite .*newest checkpoint is step 2\): lower optim\.l"
+    with pytest.raises(NonFiniteLossError, match=message):
+        run("b", 2, 3, 4)
+    assert not (tmp_path / "b" / "drafter").exists()
+    first, second = run("c", 3, 1, 2)
+    assert set(first) == {"skipped_steps", "step", "learning_rate"}, "no loss without a good step"
+    assert (second["skipped_steps"], np.isfinite(second["loss"])) == (2, True)
+
+
+@pytest.mark.one_cell
+def test_mean_muon_and_kept_law_continue_bit_for_bit(tmp_path, monkeypatch):
+    """A run with a running mean, Muon, and the target's law from kept features: parts give the bits of the whole, and the drafter
+    written is the mean."""
+    changes = {"optim__ema": 0.9, "optim__optimizer": "muon", "train__loss": "kl", "train__features": "memory"}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "straight", **changes)) == 0
+    with monkeypatch.context() as patch:
+        before_step(patch, 2, interrupt)
+        assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **changes)) == 130
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **changes, train__resume=True)) == 0
+    state = final_state(tmp_path / "parts", 4)
+    assert_equal(state, final_state(tmp_path / "straight", 4))
+    mean, raw = ({n.removeprefix(part): x for n, x in state.items() if n.startswith(part)} for part in (".ema", ".params"))
+    written = leaves(load_drafter(tmp_path / "parts" / "drafter", tiny_target(), dtype="float32").params)
+    assert mean.keys() == raw.keys() == written.keys()
+    for name, ours in written.items():
+        np.testing.assert_allclose(ours, mean[name], rtol=2**-8, atol=1e-6, err_msg=name)
+    assert any(np.abs(mean[name] - raw[name]).max() > 1e-3 for name in mean)
 
 
 @pytest.mark.one_cell
@@ -464,6 +524,7 @@ def broken_lines(tmp_path):
         ({"train__seed": 2**32}, ConfigError, r"train\.seed is 4294967296: it must be below"),
         ({"data__seed": -1}, ConfigError, r"data\.seed is -1: it must be at least 0"),
         ({"train__vocab_sample": -3}, ConfigError, r"train\.vocab_sample is -3"),
+        ({"train__max_skipped": 0}, ConfigError, r"train\.max_skipped is 0: it must be at least 1"),
         ({"drafter__draft_vocab_size": -1}, ConfigError, r"drafter\.draft_vocab_size is -1: give 0"),
         ({"drafter__draft_vocab_size": 268}, ConfigError, r"drafter\.draft_vocab_size is 268: give 0 \(all\) to 267"),
         (
