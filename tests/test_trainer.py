@@ -420,7 +420,8 @@ def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path):
     config = tiny_run.tiny_run(tmp_path / "r", drafter__draft_vocab_size=5, train__steps=1)
     assert trainer.fit(config) == 0
     rows = ConversationDataset(config.data, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
-    seen = Counter(np.concatenate([row[mask] for row, mask in zip(rows._tokens, rows._masks, strict=True)]).tolist())
+    records = rows.records.read(range(len(rows)))
+    seen = Counter(np.concatenate([record.tokens_T[record.mask_T] for record in records]).tolist())
     wanted = sorted(sorted(seen, key=lambda token: (-seen[token], token))[:5])
     folder = tmp_path / "r" / "drafter"
     assert load_drafter(folder, tiny_target()).config.draft_token_ids == tuple(wanted)

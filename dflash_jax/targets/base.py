@@ -52,3 +52,16 @@ class TrainableTarget(Target, Protocol):
 
     def head_kernel(self, params: Any) -> Float[Array, "V D"]:
         """The output embedding, for losses that never form all logits."""
+
+
+@runtime_checkable
+class PackableTarget(Target, Protocol):
+    """What training on rows of several documents (`data.packing`) asks on top."""
+
+    def document_taps(
+        self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
+    ) -> Float[Array, "B T M"]:
+        """The taps of whole rows, each document as if it were alone.
+
+        The document of slot t begins at slot `starts_BT[:, t]`: slot t has position t - start and sees the slots start..t.
+        """
