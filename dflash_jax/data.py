@@ -139,7 +139,7 @@ class ConversationDataset:
         }
         if self.config.packing:
             batch["doc_BT"] = np.full(shape, FILLER_ID, dtype=np.int32)
-        places = [rows.documents(row).tolist() if row != FILLER_ID else [] for row in chosen]
+        places = [rows.documents(row).tolist() if row != FILLER_ID else [] for row in chosen.tolist()]
         records = iter(self.records.read([document for row in places for document in row]))
         for row, documents in enumerate(places):
             start = 0

@@ -151,7 +151,9 @@ def _write(folder: Path, files: Sequence[str], tokenizer: Tokenizer, source: Map
                     supervised_V += np.bincount(record.tokens_T[record.mask_T], minlength=len(supervised_V))
     shards.close()
     if not index:
-        raise DataError(f"{', '.join(files)}: no conversation can be trained on ({report}): each needs an assistant turn")
+        raise DataError(
+            f"{', '.join(files)}: no conversation can be trained on ({report}): each needs an assistant turn within data.max_length"
+        )
     np.save(folder / "index.npy", np.asarray(index, np.int32).reshape(-1, 2))
     np.save(folder / "supervised.npy", supervised_V)
     manifest = {"made_from": source, "report": report, "digest": digest.hexdigest(), "shards": shards.written}

@@ -78,16 +78,19 @@ def test_text_is_tokenized_once(tmp_path, counted, monkeypatch):
 
 
 def test_what_decides_the_tokens_makes_them_again(tmp_path, counted):
-    config = over(tmp_path, [{"messages": [user("a"), assistant("hello")]}])
+    config = over(tmp_path, [{"messages": [user("a"), assistant("hello" * 10)]}])
     same = open_records(config, TOKENIZER, VOCAB)
     for change in ({"seed": 8}, {"packing": True}, {"batch_size": 1}, {"num_epochs": 9}):
         assert open_records(dataclasses.replace(config, **change), TOKENIZER, VOCAB).folder == same.folder
     assert len(counted) == 1
-    folders = {same.folder}
-    folders.add(open_records(dataclasses.replace(config, max_length=20), TOKENIZER, VOCAB).folder)
-    folders.add(open_records(config, tiny_tokenizer(template=TEMPLATE.replace("user", "person") + " "), VOCAB).folder)
-    folders.add(open_records(config, tiny_tokenizer(pre="qwen2"), VOCAB).folder)
-    folders.add(open_records(config, TOKENIZER, VOCAB + 1).folder)
+    bracketed = TEMPLATE.replace("+ message['content'] +", "+ (message['content']) +")  # another text, of the same effect
+    changed = [
+        open_records(dataclasses.replace(config, max_length=30), TOKENIZER, VOCAB),
+        open_records(config, tiny_tokenizer(template=bracketed), VOCAB),
+        open_records(config, tiny_tokenizer(pre="qwen2"), VOCAB),
+        open_records(config, TOKENIZER, VOCAB + 1),
+    ]
+    folders = {same.folder, *(made.folder for made in changed)}
     assert (len(folders), len(counted)) == (5, 5)
     os.utime(config.train[0], ns=(1, 1))  # written anew
     assert open_records(config, TOKENIZER, VOCAB).folder not in folders
