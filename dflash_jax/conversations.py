@@ -76,11 +76,11 @@ def read_jsonl(
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _opened(path: str | Path) -> Iterator[tuple[Any, IO[bytes]]]:
     """The lines of a file, decompressed as its name says, and the file itself."""
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     with open(path, "rb") as file:
-        lines: IO[bytes] = file
+        lines: Any = file
         if Path(path).suffix == ".gz":
             lines = gzip.GzipFile(fileobj=file)
         elif Path(path).suffix == ".zst":

@@ -139,8 +139,11 @@ def _write(folder: Path, files: Sequence[str], tokenizer: Tokenizer, source: Map
     sizes = [entry["bytes"] for entry in source["files"]]
     with tqdm(total=sum(sizes), desc="tokenizing", unit="B", unit_scale=True) as bar:
         for file, name in enumerate(files):
-            before = sum(sizes[:file])
-            for number, row in read_jsonl(name, seen=lambda place, before=before: bar.update(before + place - bar.n)):
+
+            def seen(place: int, before: int = sum(sizes[:file])) -> None:
+                bar.update(before + place - bar.n)
+
+            for number, row in read_jsonl(name, seen=seen):
                 record = _tokenized(tokenizer, row, f"{name}:{number}", source, report)
                 report["read"] += 1
                 if record is not None:
@@ -148,7 +151,7 @@ def _write(folder: Path, files: Sequence[str], tokenizer: Tokenizer, source: Map
                     shards.write(data)
                     digest.update(data)
                     index.extend((record.id, len(record.tokens_T)))
-                    supervised_V += np.bincount(record.tokens_T[record.mask_T], minlength=len(supervised_V))
+                    np.add.at(supervised_V, record.tokens_T[record.mask_T], 1)
     shards.close()
     if not index:
         raise DataError(

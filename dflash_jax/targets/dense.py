@@ -51,8 +51,17 @@ class Attention(nnx.Module):
             q_BTHE, k_BTGE = apply_rope(q_BTHE, rope), apply_rope(k_BTGE, rope)
         k_BGCE = write(k_BGCE, k_BTGE, slots_BT)
         v_BGCE = write(v_BGCE, v_BTGE, slots_BT)
-        scores = {"window": self.window, "scale": self.scale, "cap": self.cap, "starts_BT": starts_BT}
-        out_BTHE = cached_attention(q_BTHE, k_BGCE, v_BGCE, slots_BT, self.dtype, **scores)
+        out_BTHE = cached_attention(
+            q_BTHE,
+            k_BGCE,
+            v_BGCE,
+            slots_BT,
+            self.dtype,
+            window=self.window,
+            scale=self.scale,
+            cap=self.cap,
+            starts_BT=starts_BT,
+        )
         return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
 
 
