@@ -88,7 +88,7 @@ def test_packed_equals_separate(monkeypatch):
     """Loss and the gradient of every parameter, with layers that see all and layers with windows, in chunks of anchors."""
     monkeypatch.setattr(drafter_module, "rope_tables", squared_angles)
     monkeypatch.setattr(dense_module, "rope_tables", squared_angles)
-    run = losses(dense_target(sliding_window=(3, None)), dense_drafter(sliding_window=(None, 4), causal=(False, True)))
+    run = losses(dense_target(sliding_window=(3, None)), dense_drafter(num_draft_layers=1, sliding_window=(4,), causal=(False,)))
     packed, separate = packed_and_separate(seed=time.time_ns())
     (got_grads, got), (want_grads, want) = run(*packed, True), run(*separate, False)
     assert want.blocks > 2 * ROWS

@@ -217,7 +217,7 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
 @pytest.mark.one_cell
 def test_packed_rows_train_continue_and_keep_features(tmp_path, monkeypatch, capsys):
     """Rows of several conversations: the same bits after Ctrl-C, and kept features of single conversations fit their places."""
-    packed = {"data__packing": True, "data__buckets": [64], "data__batch_size": 2, "train__anchors_per_document": 2}
+    packed = {"data__packing": True, "data__buckets": [96], "data__batch_size": 2, "train__anchors_per_document": 2}
     straight, config, kept = (tmp_path / name for name in ("straight", "parts", "kept"))
     assert trainer.fit(tiny_run.tiny_run(straight, **packed)) == 0
     assert "12 of 12 conversations" in (out := capsys.readouterr().out)
