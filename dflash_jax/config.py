@@ -87,7 +87,7 @@ class DataConfig:
     """fill rows of the widest bucket with several conversations that do not see each other, so that little padding is computed;
     false: one conversation a row, as a target without `document_taps` needs"""
     buckets: list[int] = field(default_factory=lambda: [128, 256, 512])
-    """padded row lengths; each costs one compilation"""
+    """padded row lengths; each costs one compilation. Packed rows have the longest"""
     batch_size: int = 8
     """rows a step, over all devices; many rows with few anchors each teach more than few rows with many"""
     num_epochs: int = 1

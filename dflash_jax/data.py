@@ -32,8 +32,8 @@ class ConversationDataset:
     A batch is a dict of numpy arrays, its rows this process's share of `batch_size`:
     tokens_BT int32 (padded with `pad_token_id`), loss_mask_BT bool (False on padding), length_B int32 (tokens), and id_B int32, the
     place of the row's first conversation among all lines read, from 0. With `packing` a row holds several conversations, and
-    doc_BT int32 is that of every slot, -1 on padding. A filler row (id -1) has length 1 and no loss. T is one of `config.buckets`,
-    the same on all processes at a step.
+    doc_BT int32 is that of every slot, -1 on padding. A filler row (id -1) has length 1 and no loss. T is one of `config.buckets`
+    (the widest with `packing`), the same on all processes at a step.
 
     Raises `DataError` (file and line where there is one) and `ConfigError` for sizes that do not fit together.
     """
@@ -54,6 +54,7 @@ class ConversationDataset:
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.records = open_records(config, tokenizer, vocab_size, process_index)
         self.report, self.lengths_N = self.records.report, self.records.lengths_N
+        self.buckets_N = np.searchsorted(self.buckets, self.lengths_N)
         # threads of the iterator ask for neighbouring batches, which share a plan
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
         self._ends: list[int] = []  # steps up to the end of each epoch that was asked for
@@ -102,7 +103,7 @@ class ConversationDataset:
     def sample(self) -> dict[str, np.ndarray]:
         """A batch of whole conversations, one a row, the same on every process: typical text to measure sizes on."""
         rows = one_a_row(len(self))
-        bucket, chosen = self._batches(rows, epoch=0)[0]
+        bucket, chosen = self._batches(self.buckets_N, epoch=0)[0]
         batch = self._filled(rows, chosen, bucket)
         batch.pop("doc_BT", None)
         return batch
@@ -121,12 +122,13 @@ class ConversationDataset:
 
     def _make_plan(self, epoch: int) -> Plan:
         config = self.config
-        rows = pack(self.lengths_N, self.buckets[-1], config.seed, epoch) if config.packing else one_a_row(len(self))
-        return Plan(rows, self._batches(rows, epoch))
+        if not config.packing:
+            return Plan(one_a_row(len(self)), self._batches(self.buckets_N, epoch))
+        rows = pack(self.lengths_N, self.buckets[-1], config.seed, epoch)
+        widest_R = np.full(len(rows.starts) - 1, len(self.buckets) - 1)  # one shape: few rows would gain from a narrower one
+        return Plan(rows, self._batches(widest_R, epoch))
 
-    def _batches(self, rows: Rows, epoch: int) -> list[tuple[int, np.ndarray]]:
-        tokens_R = np.add.reduceat(self.lengths_N[rows.documents_N], rows.starts[:-1])
-        buckets_R = np.searchsorted(self.buckets, tokens_R)
+    def _batches(self, buckets_R: np.ndarray, epoch: int) -> list[tuple[int, np.ndarray]]:
         return plan_epoch(buckets_R, len(self.buckets), self.config.batch_size, self.config.seed, epoch)
 
     def _filled(self, rows: Rows, chosen: np.ndarray, bucket: int) -> dict[str, np.ndarray]:

@@ -284,7 +284,7 @@ def test_packed_rows_hold_every_conversation_once(config):
     found = []
     for batch in batches:
         shape = batch["tokens_BT"].shape
-        assert batch["doc_BT"].shape == batch["loss_mask_BT"].shape == shape
+        assert batch["doc_BT"].shape == batch["loss_mask_BT"].shape == shape == (4, 64)
         assert (batch["doc_BT"].dtype, batch["length_B"].dtype) == (np.int32, np.int32)
         empty = np.ones(shape, bool)
         for row, start, length, row_id in documents(batch):
