@@ -85,7 +85,7 @@ class DataConfig:
     """tokens a row; longer conversations are cut (and counted)"""
     packing: bool = True
     """fill rows of the widest bucket with several conversations that do not see each other, so that little padding is computed;
-    false: one conversation a row, as a target without `document_taps` needs"""
+    false: one conversation a row, as a target without `read_documents` needs"""
     buckets: list[int] = field(default_factory=lambda: [128, 256, 512])
     """padded row lengths; each costs one compilation. Packed rows have the longest"""
     batch_size: int = 8

@@ -56,11 +56,12 @@ def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, 
     if batch.doc_BT is not None:
         if not isinstance(target, PackableTarget):
             raise ConfigError(
-                f"{type(target).__name__} has no document_taps, which keeps the documents of a packed row apart: "
+                f"{type(target).__name__} has no read_documents, which keeps the documents of a packed row apart: "
                 "set data.packing false, or add it (`PackableTarget`)"
             )
-        params = jax.lax.stop_gradient(params)
-        return jax.lax.stop_gradient(target.document_taps(params, batch.tokens_BT, document_starts(batch.doc_BT), taps))
+        starts_BT = document_starts(batch.doc_BT)
+        _, taps_BTM = target.read_documents(jax.lax.stop_gradient(params), batch.tokens_BT, starts_BT, taps)
+        return jax.lax.stop_gradient(taps_BTM)
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)

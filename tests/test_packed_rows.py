@@ -107,7 +107,7 @@ def test_a_target_that_cannot_keep_documents_apart_is_refused():
     tokens_BT, doc_BT = jnp.zeros((1, 4), jnp.int32), jnp.asarray([[0, 0, 1, 1]], jnp.int32)
     batch = Batch(tokens_BT, tokens_BT == 0, jnp.asarray([4], jnp.int32), doc_BT)
     target = table_target()
-    with pytest.raises(ConfigError, match=r"TableTarget has no document_taps.*: set data\.packing false"):
+    with pytest.raises(ConfigError, match=r"TableTarget has no read_documents.*: set data\.packing false"):
         target_features(target, target.params, batch, (0,))
     alone = jax.eval_shape(lambda: target_features(target, target.params, batch._replace(doc_BT=None), (0,)))
     assert alone.shape == (1, 4, 16)

@@ -58,10 +58,10 @@ class TrainableTarget(Target, Protocol):
 class PackableTarget(Target, Protocol):
     """What training on rows of several documents (`data.packing`) asks on top."""
 
-    def document_taps(
+    def read_documents(
         self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
-    ) -> Float[Array, "B T M"]:
-        """The taps of whole rows, each document as if it were alone.
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
+        """Hidden states and taps of whole rows, as `extend` gives them for each document alone.
 
         The document of slot t begins at slot `starts_BT[:, t]`: slot t has position t - start and sees the slots start..t.
         """

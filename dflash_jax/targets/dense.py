@@ -158,13 +158,13 @@ class DenseTarget:
         """See `Target.extend`. Tap i is the output of layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
         return self._forward(params, tokens_BT, positions_BT, positions_BT, None, cache, taps)
 
-    def document_taps(
+    def read_documents(
         self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
-    ) -> Float[Array, "B T M"]:
-        """See `PackableTarget.document_taps`."""
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
+        """See `PackableTarget.read_documents`."""
         slots_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
         cache = self.init_cache(*tokens_BT.shape)
-        return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, cache, taps)[1]
+        return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, cache, taps)[:2]
 
     def _forward(
         self,
