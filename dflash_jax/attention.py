@@ -20,10 +20,12 @@ def cached_attention(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    starts_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H E"]:
     """Causal attention over a cache: the query at position p sees the cache slots 0..p, or the last `window` of them.
 
-    `scale` multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32.
+    `starts_BT`: nor does it see slots before its start, where its document begins (packed rows; a position here is a slot). `scale`
+    multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32.
     """
     batch, length, heads, width = q_BTHE.shape
     groups = k_BGCE.shape[1]
@@ -34,6 +36,8 @@ def cached_attention(
     seen_BTC = slots_C[None, None, :] <= positions_BT[:, :, None]
     if window is not None:
         seen_BTC &= slots_C[None, None, :] > positions_BT[:, :, None] - window
+    if starts_BT is not None:
+        seen_BTC &= slots_C[None, None, :] >= starts_BT[:, :, None]
     weights_BGRTC = jax.nn.softmax(jnp.where(seen_BTC[:, None, None], scores_BGRTC, HIDDEN_SCORE), axis=-1)
     return product("bgrtc,bgce->btgre", weights_BGRTC, v_BGCE, dtype).reshape(batch, length, heads, width)
 
@@ -50,6 +54,7 @@ def anchored_attention(
     window: int | None,
     dtype: str,
     ring: bool = False,
+    starts_BA: Int[Array, "B A"] | None = None,
     anchor_chunk: int | None = None,
     remat: bool = False,
 ) -> tuple[Float[Array, "B A K H E"], Float[Array, "B A"]]:
@@ -57,18 +62,21 @@ def anchored_attention(
 
     Context key t has position t, or in a `ring` of T slots the newest position before the anchor that is congruent to t; slot k of
     a block has position anchor + k. `window`: a query at position p sees keys at positions > p - window, and < p + window unless
-    `causal`. Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and `remat` recomputes their scores in the
-    backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
+    `causal`. `starts_BA`: nor does a block see context before its start, where its document begins (packed rows; a position here is
+    a slot). Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and `remat` recomputes their scores
+    in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
     """
     batch, anchors, slots, heads, width = q_BAKHE.shape
     groups, context = context_k_BGTE.shape[1:3]
     q_BAKGRE = q_BAKHE.reshape(batch, anchors, slots, groups, heads // groups, width) * jnp.float32(width**-0.5)
 
-    def attend(part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        q, block_k, block_v, starts_BA = part
+    def attend(part: tuple[Array, Array, Array, Array, Array | None]) -> tuple[Array, Array]:
+        q, block_k, block_v, anchors_BA, starts_BA = part
         context_scores = product("bakgre,bgte->bgrakt", q, context_k_BGTE, dtype)
         block_scores = product("bakgre,bajge->bgrakj", q, block_k, dtype)
-        context_seen, block_seen = _seen(starts_BA, slots, context, causal=causal, window=window, ring=ring)
+        context_seen, block_seen = _seen(anchors_BA, slots, context, causal=causal, window=window, ring=ring)
+        if starts_BA is not None:
+            context_seen &= jnp.arange(context, dtype=starts_BA.dtype)[None, None, None] >= starts_BA[:, :, None, None]
         context_scores = jnp.where(context_seen[:, None, None], context_scores, HIDDEN_SCORE)
         block_scores = jnp.where(block_seen[None, None, None, None], block_scores, HIDDEN_SCORE)
         # One softmax over two parts: a common maximum, then one normaliser. Its gradient is zero, so it is not traced.
@@ -84,7 +92,7 @@ def anchored_attention(
 
     if remat:
         attend = jax.checkpoint(attend)
-    parts = (q_BAKGRE, block_k_BAKGE, block_v_BAKGE, anchors_BA)
+    parts = (q_BAKGRE, block_k_BAKGE, block_v_BAKGE, anchors_BA, starts_BA)
     if anchor_chunk is None or anchors <= anchor_chunk:
         out, entropy_BA = attend(parts)
     else:

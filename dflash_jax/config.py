@@ -72,7 +72,10 @@ class DataConfig:
     """Training text: conversations as JSONL."""
 
     train: list[str] = field(default_factory=list)
-    """JSONL files of {"messages": [...]}; write them with `python -m dflash_jax regenerate`"""
+    """JSONL files of {"messages": [...]}, plain, .gz or .zst, also as globs ("answers/*.jsonl.gz"); write them with
+    `python -m dflash_jax regenerate`"""
+    records: str = "runs/records"
+    """folder that keeps the text as tokens, for the next run too; processes of one run must share it"""
     heldout: list[str] = field(default_factory=list)
     """JSONL files of prompts ({"turns": [...]} or {"messages": [...]}) that training decodes now and then to report real tau;
     [packaged] takes the packaged evaluation prompts"""
@@ -80,8 +83,11 @@ class DataConfig:
     """how many held-out prompts an evaluation decodes"""
     max_length: int = 512
     """tokens a row; longer conversations are cut (and counted)"""
+    packing: bool = True
+    """fill rows of the widest bucket with several conversations that do not see each other, so that little padding is computed;
+    false: one conversation a row, as a target without `read_documents` needs"""
     buckets: list[int] = field(default_factory=lambda: [128, 256, 512])
-    """padded row lengths; each costs one compilation"""
+    """padded row lengths; each costs one compilation. Packed rows have the longest"""
     batch_size: int = 8
     """rows a step, over all devices; many rows with few anchors each teach more than few rows with many"""
     num_epochs: int = 1
@@ -147,6 +153,8 @@ class TrainConfig:
     """optimizer steps; 0 runs data.num_epochs"""
     anchors_per_row: int = 32
     """blocks a row and step; anchors of one row share their labels, so raise data.batch_size first"""
+    anchors_per_document: int = 0
+    """most blocks a document and step, so that a long one does not take all anchors of a packed row; 0: no limit"""
     anchor_chunk: int = 16
     """blocks a row whose attention scores exist at once; lower it to save memory"""
     logit_chunk: int = 1024

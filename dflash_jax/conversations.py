@@ -1,13 +1,19 @@
 """Conversations and prompts as JSONL, and conversations as token ids with a loss mask."""
 
+import glob
+import gzip
+import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from dflash_jax.errors import DataError
+from dflash_jax.errors import ConfigError, DataError, DFlashError
 from dflash_jax.prompts import Prompt
 from dflash_jax.tokenizer import Tokenizer
 
@@ -15,15 +21,37 @@ ROLES = ("system", "user", "assistant")
 NO_ANSWER = "no assistant turn"
 
 
-def read_jsonl(path: str | Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def expand_files(patterns: Sequence[str], field: str) -> list[str]:
+    """The files that paths and globs (`*`, `?`, `[a-z]`, `**` for folders) name: each pattern's in the order of their names.
+
+    `field` is the config field they come from. Raises `DataError` when a glob matches nothing, `ConfigError` when two name a file.
+    """
+    files: dict[Path, str] = {}
+    for pattern in patterns:
+        plain = not glob.has_magic(pattern) or Path(pattern).exists()
+        found = [pattern] if plain else sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
+        if not found:
+            raise DataError(f"{field}: {pattern} matches no file: give the paths of JSONL files (.jsonl, .jsonl.gz, .jsonl.zst)")
+        for name in found:
+            if Path(name).resolve() in files:
+                raise ConfigError(f"{field} names {name} twice: name it once")
+            files[Path(name).resolve()] = name
+    return list(files.values())
+
+
+def read_jsonl(
+    path: str | Path, size: int | None = None, seen: Callable[[int], object] = lambda place: None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of a JSONL file, or of the lines in its first `size` bytes; blank lines are skipped.
 
-    Raises `DataError` with file and line for what is not a JSON object, and when the file is missing or holds nothing.
+    Files named .gz or .zst are decompressed on the way. `seen` is told how many bytes of the file have been read.
+    Raises `DataError` with file and line for what is not a JSON object, and when the file is missing, damaged or holds nothing.
     """
     number, found = 0, False
     try:
-        with open(path, "rb") as lines:
+        with _opened(path) as (lines, file):
             for number, line in enumerate(lines, start=1):
+                seen(file.tell())
                 if size is not None and lines.tell() > size:
                     break
                 if not line.strip():
@@ -37,12 +65,40 @@ def read_jsonl(path: str | Path, size: int | None = None) -> Iterator[tuple[int,
                     )
                 found = True
                 yield number, value
+    except DFlashError:
+        raise
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give the path of a JSONL file") from None
     except (ValueError, RecursionError) as error:  # also half a character, a number of thousands of digits, endless nesting
         raise DataError(f"{path}:{number}: not valid JSON ({error}): mend or delete the line") from None
     if not found:
         raise DataError(f"{path} holds no lines: give a JSONL file with one object a line")
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[Any, IO[bytes]]]:
+    """The lines of a file, decompressed as its name says, and the file itself."""
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    with open(path, "rb") as file:
+        lines: Any = file
+        if Path(path).suffix == ".gz":
+            lines = gzip.GzipFile(fileobj=file)
+        elif Path(path).suffix == ".zst":
+            zstd = _zstd(path)
+            lines, damage = zstd.open(file), (*damage, zstd.ZstdError)
+        try:
+            yield lines, file
+        except damage as error:
+            raise DataError(f"{path} cannot be decompressed ({error}): fetch or write the file again") from None
+
+
+def _zstd(path: str | Path) -> Any:
+    """The standard library's module, or its backport for Pythons before 3.14."""
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{path} needs {name} to be read: pip install 'dflash_jax[zstd]', or give it as .gz") from None
 
 
 def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:

@@ -69,6 +69,7 @@ class KVInjectionAttention(nnx.Module):
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
         ring: bool = False,
+        starts_BA: Int[Array, "B A"] | None = None,
     ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
         """Attention output and each block's mean attention entropy."""
         q_BAKHE = apply_rope(self.q_norm(self._heads(self.q_proj(x_BAKD))), block_rope)
@@ -84,6 +85,7 @@ class KVInjectionAttention(nnx.Module):
             window=self.window,
             dtype=self.dtype,
             ring=ring,
+            starts_BA=starts_BA,
             anchor_chunk=execution.anchor_chunk,
             remat=execution.remat,
         )
@@ -113,9 +115,10 @@ class DraftLayer(nnx.Module):
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
         ring: bool = False,
+        starts_BA: Int[Array, "B A"] | None = None,
     ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
         mixed, entropy_BA = self.self_attn(
-            self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution, ring
+            self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution, ring, starts_BA
         )
         x_BAKD = x_BAKD + self._drop(mixed, execution, 0)
         return x_BAKD + self._drop(self.mlp(self.post_attention_layernorm(x_BAKD)), execution, 1), entropy_BA
@@ -158,6 +161,7 @@ class DraftModel(nnx.Module):
         anchors_BA: Int[Array, "B A"],
         execution: Execution,
         ring: bool = False,
+        starts_BA: Int[Array, "B A"] | None = None,
     ) -> tuple[Float[Array, "B A K D"], list[Array]]:
         """Final hidden states of anchored blocks, and each layer's attention entropy [B, A]. Context arrays are [B, G, T, E].
 
@@ -166,7 +170,7 @@ class DraftModel(nnx.Module):
         entropies = []
         for layer, (k_BGTE, v_BGTE) in zip(self.layers, context, strict=True):
             is_ring = ring and layer.self_attn.window is not None
-            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring)
+            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
             entropies.append(entropy_BA)
         return self.norm(x_BAKD), entropies
 
@@ -255,18 +259,26 @@ class Drafter:
         anchors_BA: Int[Array, "B A"],
         block_BAKD: Float[Array, "B A K D"],
         execution: Execution,
+        starts_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B A K D"], list[Array]]:
-        """The training forward: many blocks a row over one context (row index = position). Hidden states, entropies [B, A].
+        """The training forward: many blocks a row over one context. Hidden states, entropies [B, A].
 
-        Each block equals what `extend_context` with the taps before its anchor and then `propose` give.
+        Without `starts_BT` a slot's position is its place in the row; with it (`document_starts`) positions count from there, and
+        context before it is not seen. Each block equals what `extend_context` with its document's taps before its anchor and then
+        `propose` give.
         """
         c = self.config
-        positions_1T = jnp.arange(taps_BTM.shape[1], dtype=jnp.int32)[None]
-        positions_BAK = anchors_BA[:, :, None] + jnp.arange(block_BAKD.shape[2], dtype=jnp.int32)[None, None]
+        positions_BT = jnp.arange(taps_BTM.shape[1], dtype=jnp.int32)[None]
+        positions_BA, starts_BA = anchors_BA, None
+        if starts_BT is not None:
+            starts_BA = jnp.take_along_axis(starts_BT, anchors_BA, axis=1)
+            positions_BT, positions_BA = positions_BT - starts_BT, anchors_BA - starts_BA
+        positions_BAK = positions_BA[:, :, None] + jnp.arange(block_BAKD.shape[2], dtype=jnp.int32)[None, None]
         model = self.model(params)
-        context = model.context(taps_BTM, rope_tables(c.rope, c.head_dim, positions_1T))
+        context = model.context(taps_BTM, rope_tables(c.rope, c.head_dim, positions_BT))
         by_head = [(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)) for k, v in context]
-        return model.blocks(block_BAKD, by_head, rope_tables(c.rope, c.head_dim, positions_BAK), anchors_BA, execution)
+        block_rope = rope_tables(c.rope, c.head_dim, positions_BAK)
+        return model.blocks(block_BAKD, by_head, block_rope, anchors_BA, execution, starts_BA=starts_BA)
 
     def embed_block(
         self, params: Any, anchor_tokens: Int[Array, "*blocks"], block_size: int, embed: Any

@@ -9,14 +9,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.blocks import Blocks, make_blocks, sample_anchors
+from dflash_jax.blocks import Blocks, document_starts, make_blocks, sample_anchors
 from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.objectives import Objective
 from dflash_jax.sharding import BATCH, shardings
-from dflash_jax.targets import Target, TrainableTarget
+from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
 class Guard(NamedTuple):
@@ -52,6 +52,8 @@ class Batch(NamedTuple):
     tokens_BT: Int[Array, "B T"]
     loss_mask_BT: Bool[Array, "B T"]
     length_B: Int[Array, " B"]
+    doc_BT: Int[Array, "B T"] | None = None
+    """of packed rows: which document a slot belongs to, -1 on padding; None: a row is one document"""
 
 
 class StepMetrics(NamedTuple):
@@ -69,7 +71,20 @@ TrainStep = Callable[[TrainState, Any, Batch, Array | None], tuple[TrainState, S
 
 
 def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...], last: bool = False) -> Float[Array, "B T M"]:
-    """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D]."""
+    """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D]. Documents of
+    packed rows do not see each other.
+
+    Raises `ConfigError` for packed rows when the target cannot keep their documents apart.
+    """
+    if batch.doc_BT is not None:
+        if not isinstance(target, PackableTarget):
+            raise ConfigError(
+                f"{type(target).__name__} has no read_documents, which keeps the documents of a packed row apart: "
+                "set data.packing false, or add it (`PackableTarget`)"
+            )
+        starts_BT = document_starts(batch.doc_BT)
+        hidden_BTD, taps_BTM = target.read_documents(jax.lax.stop_gradient(params), batch.tokens_BT, starts_BT, taps)
+        return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)
@@ -102,7 +117,7 @@ def block_loss(
         return target.embed(frozen, tokens)
 
     block_BAKD = drafter.embed_block(params, blocks.anchor_tokens_BA, model.block_size, embed)
-    hidden_BAKD, entropies = drafter.forward(params, taps_BTM, blocks.anchors_BA, block_BAKD, execution)
+    hidden_BAKD, entropies = drafter.forward(params, taps_BTM, blocks.anchors_BA, block_BAKD, execution, blocks.starts_BT)
     candidates = None
     if model.draft_token_ids:
         candidates = draft_vocabulary(model.draft_token_ids, model.vocab_size)
@@ -137,7 +152,11 @@ def block_loss(
         count = jnp.maximum(valid_BA.sum(), 1.0)
         fused_BTD = drafter.model(params).fuser.fc(taps_BTM)
         # of the positions that some block reads: padding's features mean nothing
-        read_BT = (jnp.arange(taps_BTM.shape[1])[None] < blocks.anchors_BA.max(1)[:, None]).astype(jnp.float32)
+        slots_11T, anchors_BA1 = jnp.arange(taps_BTM.shape[1])[None, None], blocks.anchors_BA[:, :, None]
+        read_BAT = slots_11T < anchors_BA1
+        if blocks.starts_BT is not None:
+            read_BAT &= slots_11T >= jnp.take_along_axis(blocks.starts_BT, blocks.anchors_BA, axis=1)[:, :, None]
+        read_BT = read_BAT.any(1).astype(jnp.float32)
         diagnostics = {
             "attention_entropy_L": jnp.stack([(entropy_BA * valid_BA).sum() / count for entropy_BA in entropies]),
             "context_feature_norm": (jnp.sqrt(jnp.square(fused_BTD).sum(-1)) * read_BT).sum() / jnp.maximum(read_BT.sum(), 1.0),
@@ -203,8 +222,10 @@ def make_train_step(
 
     def train_step(state: TrainState, target_params: Any, batch: Batch, taps_BTM: Array | None) -> tuple[TrainState, StepMetrics]:
         anchor_key, rest_key = jax.random.split(jax.random.fold_in(jax.random.key(config.train.seed), state.step))
-        anchors_BA, valid_BA = sample_anchors(anchor_key, batch.loss_mask_BT, config.train.anchors_per_row)
-        blocks = make_blocks(batch.tokens_BT, batch.loss_mask_BT, anchors_BA, valid_BA, drafter.config.block_size)
+        starts_BT = None if batch.doc_BT is None else document_starts(batch.doc_BT)
+        counts = (config.train.anchors_per_row, starts_BT, config.train.anchors_per_document)
+        anchors_BA, valid_BA = sample_anchors(anchor_key, batch.loss_mask_BT, *counts)
+        blocks = make_blocks(batch.tokens_BT, batch.loss_mask_BT, anchors_BA, valid_BA, drafter.config.block_size, starts_BT)
         # micro-batch i takes rows i, i + micro, ...: every device keeps its share of each
         parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(rows // micro, micro, *x.shape[1:]), 1, 0), (batch, blocks, taps_BTM))
 
@@ -281,4 +302,5 @@ def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
     def put(x: Any) -> Array:
         return jax.make_array_from_process_local_data(sharding, x)
 
-    return Batch(put(batch["tokens_BT"]), put(batch["loss_mask_BT"]), put(batch["length_B"]))
+    doc_BT = put(batch["doc_BT"]) if "doc_BT" in batch else None
+    return Batch(put(batch["tokens_BT"]), put(batch["loss_mask_BT"]), put(batch["length_B"]), doc_BT)

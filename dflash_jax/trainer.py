@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
 from dflash_jax.config import Config, to_json
-from dflash_jax.conversations import first_messages, read_prompts
+from dflash_jax.conversations import expand_files, first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
@@ -32,6 +32,7 @@ from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer, schedule
+from dflash_jax.packing import documents
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions
 from dflash_jax.targets import DenseTarget
@@ -72,7 +73,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
             f"data.max_length is {config.data.max_length} and there are rows of {longest} tokens, but the target's context has "
             f"{target.config.max_position}: lower it"
         )
-    steps = config.train.steps or config.data.num_epochs * dataset.batches_per_epoch
+    steps = config.train.steps or dataset.steps_in(config.data.num_epochs)
     drafter = first_drafter(config, target, dataset)
     tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, sample_batch(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
@@ -82,7 +83,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if jax.process_index() == 0:
         held.enter_context(only_process(run_dir))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
-    iterator = dataset.iterator(num_epochs=-(-steps // dataset.batches_per_epoch))
+    iterator = dataset.iterator(steps)
     identity = _identity(config, drafter.config, steps, dataset.fingerprint)
     if config.train.resume:
         state, data_state = checkpoints.restore(state, identity)
@@ -101,7 +102,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     d = drafter.config
     drafts = f"{len(d.draft_token_ids)} of {d.vocab_size} tokens" if d.draft_token_ids else "all tokens"
     print(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
-    print(f"data: {dataset.report}")
+    print(f"data: {dataset.summary()}")
     if config.train.features == "memory":
         kept = len(taps) + (config.train.loss != "ce")
         _check_memory(2 * dataset.report["tokens"] * kept * target.config.hidden_size)
@@ -129,7 +130,13 @@ def _check_memory(needed: int) -> None:
 
 
 def _check_counts(config: Config) -> None:
-    least = {"train.steps": 0, "train.eval_every": 0, "train.eval_max_new_tokens": 2, "train.vocab_sample": 0}
+    least = {
+        "train.steps": 0,
+        "train.anchors_per_document": 0,
+        "train.eval_every": 0,
+        "train.eval_max_new_tokens": 2,
+        "train.vocab_sample": 0,
+    }
     least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0, "train.seed": 0}
     counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "max_skipped", "log_every", "save_every", "keep")
     for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
@@ -139,14 +146,16 @@ def _check_counts(config: Config) -> None:
             raise ConfigError(f"{name} is {value}: it must be at least {low}")
         if field == "seed" and value >= 2**32:
             raise ConfigError(f"{name} is {value}: it must be below 2**32")
-    both = {Path(path).resolve() for path in config.data.train} & {Path(path).resolve() for path in config.data.heldout}
+    heldout = [] if config.data.heldout == [PACKAGED] else expand_files(config.data.heldout, "data.heldout")
+    train = expand_files(config.data.train, "data.train")
+    both = {Path(path).resolve() for path in train} & {Path(path).resolve() for path in heldout}
     if both:
         raise ConfigError(f"data.heldout names {both.pop()}, which is trained on: hold other prompts out")
 
 
 def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> dict[str, Any]:
     """What a resumed run must have in common with the checkpoint: all that decides the numbers."""
-    names = ("init", "anchors_per_row", "loss", "slot_weights", "vocab_sample", "features", "seed")
+    names = ("init", "anchors_per_row", "anchors_per_document", "loss", "slot_weights", "vocab_sample", "features", "seed")
     train = {name: getattr(config.train, name) for name in names}
     parts = {"drafter": dataclasses.asdict(drafter), "target": dataclasses.asdict(config.target), "train": train}
     parts["optim"] = dataclasses.asdict(config.optim)
@@ -217,7 +226,7 @@ class _Loop:
             return []
         if data.heldout == [PACKAGED]:
             return packaged_prompts("eval", limit=data.heldout_prompts)
-        return read_prompts(data.heldout)[: data.heldout_prompts]
+        return read_prompts(expand_files(data.heldout, "data.heldout"))[: data.heldout_prompts]
 
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
         """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late: the device never waits for them."""
@@ -273,21 +282,25 @@ class _Loop:
         """Kept target features of the rows, or None when the step computes them itself."""
         if self.config.train.features == "online":
             return None
-        width = raw["tokens_BT"].shape[1]
-        taps_BTM = np.stack([self._row_features(raw, row, width) for row in range(len(raw["id_B"]))])
+        kept = len(self.drafter.config.target_layer_ids) + (self.config.train.loss != "ce")
+        width = kept * self.target.config.hidden_size
+        taps_BTM = np.zeros((*raw["tokens_BT"].shape, width), np.float32)
+        for row, start, length, name in documents(raw):
+            slots = slice(start, start + length)
+            taps_BTM[row, slots] = self._document_features(raw["tokens_BT"][row, slots], name)
         return jax.device_put(taps_BTM, jax.sharding.NamedSharding(self.mesh, BATCH))
 
-    def _row_features(self, raw: dict[str, Any], row: int, width: int) -> np.ndarray:
-        """Features of one row as the step takes them, [width, ...] float32. They are computed alone, padded to the row's own
-        bucket, so that they do not depend on which rows it first came with: a resumed run sees the same bits."""
-        row_id, length = int(raw["id_B"][row]), int(raw["length_B"][row])
-        if row_id not in self.kept_features:
+    def _document_features(self, tokens_T: np.ndarray, name: int) -> np.ndarray:
+        """Features of one document, [T, M] bfloat16. They are computed alone, padded to the document's own bucket, so that they do
+        not depend on which rows it first came with: a resumed run sees the same bits."""
+        if name not in self.kept_features:
+            length = len(tokens_T)
             bucket = min(b for b in self.config.data.buckets if b >= length)
-            tokens_1T, mask_1T = (jnp.asarray(raw[name][row : row + 1, :bucket]) for name in ("tokens_BT", "loss_mask_BT"))
-            alone = Batch(tokens_1T, mask_1T, jnp.asarray([length], jnp.int32))
+            tokens_1T = jnp.asarray(np.pad(tokens_T, (0, bucket - length))[None])
+            alone = Batch(tokens_1T, jnp.zeros(tokens_1T.shape, bool), jnp.asarray([length], jnp.int32))
             taps_1TM = np.asarray(self.features(self.target.params, alone))
-            self.kept_features[row_id] = taps_1TM[0, :length].astype(ml_dtypes.bfloat16)
-        return np.pad(self.kept_features[row_id], ((0, width - length), (0, 0))).astype(np.float32)
+            self.kept_features[name] = taps_1TM[0, :length].astype(ml_dtypes.bfloat16)
+        return self.kept_features[name]
 
     def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}

@@ -1,5 +1,6 @@
 """Both attentions against loops and against one dense softmax; what a block must not see."""
 
+import math
 from functools import partial
 
 import jax
@@ -70,6 +71,37 @@ def test_anchored_equals_one_dense_softmax_and_loops(case):
     looped = loop_anchored_attention(*args, ANCHORS, causal=causal, window=window)
     for g, w in zip(got[:2], looped, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, 2)])
+def test_anchored_sees_its_document_only(window, chunk):
+    """Context from a start on equals that context alone; a block that begins its document sees itself only."""
+    args, starts_BA = inputs(seed=3), np.array([[0, 1, 2, 2, 9], [2, 2, 5, 5, 7]], np.int32)
+    attend = jax.jit(partial(anchored_attention, causal=False, window=window, dtype="float32", anchor_chunk=chunk, remat=True))
+    out, entropy_BA = attend(*args, jnp.asarray(ANCHORS), starts_BA=jnp.asarray(starts_BA))
+    q, context_k, context_v, block_k, block_v = args
+    for b, a in np.ndindex(B, A):
+        start, anchor = int(starts_BA[b, a]), int(ANCHORS[b, a])
+        alone = [x[b : b + 1, a : a + 1] for x in (q, block_k, block_v)]
+        context = [x[b : b + 1, :, start:] for x in (context_k, context_v)]
+        last = np.array([[anchor - start]])
+        want = loop_anchored_attention(alone[0], *context, *alone[1:], last, causal=False, window=window)
+        np.testing.assert_allclose(out[b, a], want[0][0, 0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(entropy_BA[b, a], want[1][0, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_cached_sees_its_document_only(window):
+    q, k, v = normal(1, (2, T, H, E)), normal(2, (2, G, T, E)), normal(3, (2, G, T, E))
+    starts_BT = np.array([[0, 0, 0, 3, 3, 3, 3, 7, 8, 8, 8], [0] * 10 + [10]], np.int32)
+    slots_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (2, T))
+    out = jax.jit(partial(cached_attention, dtype="float32", window=window))(q, k, v, slots_BT, starts_BT=jnp.asarray(starts_BT))
+    for b in range(2):
+        for start in set(starts_BT[b].tolist()):
+            own = np.flatnonzero(starts_BT[b] == start)
+            part = [q[b : b + 1, own], k[b : b + 1, :, own], v[b : b + 1, :, own]]
+            want = loop_cached_attention(*part, np.arange(len(own))[None], window=window or math.inf)
+            np.testing.assert_allclose(out[b, own], want[0], rtol=1e-4, atol=1e-5)
 
 
 def test_anchored_in_bfloat16_is_close():

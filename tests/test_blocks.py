@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.blocks import make_blocks, sample_anchors, slot_weights
+from dflash_jax.blocks import document_starts, make_blocks, sample_anchors, slot_weights
 
 pytestmark = pytest.mark.one_cell
 
 LENGTH, ANCHORS, BLOCK = 12, 5, 4
-sample = jax.jit(sample_anchors, static_argnames="num_anchors")
+sample = jax.jit(sample_anchors, static_argnames=("num_anchors", "per_document"))
 make = jax.jit(make_blocks, static_argnames="block_size")
 
 MASKS = np.array(
@@ -77,6 +77,64 @@ def test_every_sampled_block_has_a_label():
     anchors_BA, valid_BA = sample(jax.random.key(1), jnp.asarray(MASKS), ANCHORS)
     blocks = make(jnp.zeros(MASKS.shape, jnp.int32), jnp.asarray(MASKS), anchors_BA, valid_BA, BLOCK)
     np.testing.assert_array_equal(blocks.supervised_BAK[:, :, 1], valid_BA)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed rows
+
+DOCS = np.array([[4, 4, 4, 4, 4, 7, 7, 7, 9, 9, 9, -1], [3] * 12, [5, 6, 6, 6, 6, 6, 6, 6, 6, 2, 2, 2]], np.int32)
+PACKED = np.array([[1] * 11 + [0], [1] * 12, [1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1]], bool)
+CANDIDATES = [[{0, 1, 2, 3}, {5, 6}, {8, 9}], [set(range(11))], [set(), {1, 4, 5, 6, 7}, set()]]
+"""eligible slots of each document: never the last one of a document, whose successor belongs to the next"""
+
+
+def test_document_starts():
+    starts_BT = np.asarray(document_starts(jnp.asarray(DOCS)))
+    for b, t in np.ndindex(*DOCS.shape):
+        assert starts_BT[b, t] == min(s for s in range(t + 1) if (DOCS[b, s : t + 1] == DOCS[b, t]).all())
+
+
+@pytest.mark.parametrize("cap", [0, 2])
+def test_no_document_has_more_anchors_than_allowed(cap):
+    """As many as there are, up to the cap of each document and to the row's; every candidate is chosen at some time."""
+    seen = [[set() for _ in row] for row in CANDIDATES]
+    for seed in range(40):
+        anchors_BA, valid_BA = sample(
+            jax.random.key(seed), jnp.asarray(PACKED), ANCHORS, document_starts(jnp.asarray(DOCS)), per_document=cap
+        )
+        for b, row in enumerate(CANDIDATES):
+            chosen = np.asarray(anchors_BA)[b][np.asarray(valid_BA)[b]].tolist()
+            assert chosen == sorted(set(chosen))
+            assert set(chosen) <= set().union(*row)
+            assert len(chosen) == min(ANCHORS, sum(min(len(slots), cap or len(slots)) for slots in row))
+            for d, slots in enumerate(row):
+                assert len(slots & set(chosen)) <= (cap or ANCHORS)
+                seen[b][d] |= slots & set(chosen)
+    assert seen == CANDIDATES
+
+
+def test_a_cap_without_packing_is_a_cap_of_the_row():
+    anchors_BA, valid_BA = sample(jax.random.key(0), jnp.asarray(MASKS), ANCHORS, per_document=2)
+    for chosen, valid, eligible in zip(np.asarray(anchors_BA).tolist(), np.asarray(valid_BA), ELIGIBLE, strict=True):
+        assert valid.sum() == min(2, len(eligible))
+        assert set(chosen[: valid.sum()]) <= eligible
+
+
+def test_blocks_end_with_their_document():
+    tokens_BT = np.random.default_rng(1).integers(0, 99, DOCS.shape).astype(np.int32)
+    anchors_BA = np.array([[0, 3, 6, 8, 9], [0, 4, 8, 9, 10], [1, 4, 6, 7, 0]], np.int32)
+    valid_BA = np.array([[True] * 5, [True] * 5, [True] * 4 + [False]])
+    starts_BT = document_starts(jnp.asarray(DOCS))
+    blocks = make(*(jnp.asarray(x) for x in (tokens_BT, PACKED, anchors_BA, valid_BA)), BLOCK, starts_BT)
+    crossing = 0
+    for b, a, k in np.ndindex(3, 5, BLOCK):
+        anchor, slot = int(anchors_BA[b, a]), int(anchors_BA[b, a]) + k
+        inside = slot < LENGTH and DOCS[b, slot] == DOCS[b, anchor]
+        counts = bool(valid_BA[b, a]) and k > 0 and inside and bool(PACKED[b, slot])
+        assert bool(blocks.supervised_BAK[b, a, k]) == counts, (b, a, k)
+        assert not counts or int(blocks.labels_BAK[b, a, k]) == tokens_BT[b, slot]
+        crossing += slot < LENGTH and bool(valid_BA[b, a]) and bool(PACKED[b, slot]) and not inside
+    assert crossing > 5, "labels of a neighbour were within reach"
 
 
 @pytest.mark.parametrize("gamma", [0.5, 4.0, 7.0])

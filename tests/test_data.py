@@ -1,15 +1,20 @@
 """Conversations as tokens, and batches that are fixed by (seed, epoch) and resume exactly."""
 
 import dataclasses
+import gzip
+import importlib
 import json
+import sys
 
 import numpy as np
 import pytest
 from tiny_text import tiny_tokenizer
 
 from dflash_jax.config import DataConfig
-from dflash_jax.data import FILLER_ID, ConversationDataset, plan_epoch, read_jsonl, read_prompts, tokenize_conversation
+from dflash_jax.conversations import expand_files, read_jsonl, read_prompts, tokenize_conversation
+from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import ConfigError, DataError
+from dflash_jax.packing import FILLER_ID, documents, plan_epoch
 
 IM_START, IM_END = 1, 2
 TOKENIZER = tiny_tokenizer()
@@ -67,6 +72,52 @@ def test_missing_file(tmp_path):
         list(read_jsonl(tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="cannot be read"):
         list(read_jsonl(tmp_path))
+
+
+LINES = b'{"a": 1}\n\n{"b": "\xc3\xa9"}\n' + b'{"c": 2}\n' * 500
+
+
+def zstd():
+    return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", lambda data: zstd().compress(data))])
+def test_compressed_files(tmp_path, suffix, compress):
+    path, data = tmp_path / f"a.jsonl{suffix}", compress(LINES)
+    path.write_bytes(data)
+    places = []
+    rows = list(read_jsonl(path, seen=places.append))
+    assert rows[:2] == [(1, {"a": 1}), (3, {"b": "é"})]
+    assert len(rows) == 502
+    assert places == sorted(places)
+    assert places[-1] <= len(data)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=rf"a\.jsonl\{suffix} cannot be decompressed .*: fetch or write the file again"):
+        list(read_jsonl(path))
+    path.write_bytes(LINES)
+    with pytest.raises(DataError, match=rf"a\.jsonl\{suffix} cannot be decompressed"):
+        list(read_jsonl(path))
+
+
+def test_zst_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst needs .*zstd to be read: pip install 'dflash_jax\[zstd\]'"):
+        list(read_jsonl(tmp_path / "a.jsonl.zst"))
+
+
+def test_globs(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "[x].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    paths = lambda *names: [str(tmp_path / name) for name in names]
+    assert expand_files(paths("sub/c.jsonl", "?.jsonl"), "f") == paths("sub/c.jsonl", "a.jsonl", "b.jsonl")
+    assert expand_files(paths("**/*.jsonl"), "f") == paths("[x].jsonl", "a.jsonl", "b.jsonl", "sub/c.jsonl")
+    assert expand_files(paths("[x].jsonl", "absent.jsonl"), "f") == paths("[x].jsonl", "absent.jsonl")
+    with pytest.raises(DataError, match=r"data\.train: .*\*\.gz matches no file"):
+        expand_files(paths("*.gz"), "data.train")
+    with pytest.raises(ConfigError, match=r"data\.train names .*a\.jsonl twice"):
+        expand_files(paths("*.jsonl", "sub/../a.jsonl"), "data.train")
 
 
 def test_read_prompts(tmp_path):
@@ -169,16 +220,32 @@ def test_refused_conversations():
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
-CONFIG = DataConfig(max_length=64, buckets=[64, 24, 40], batch_size=4, num_epochs=2, seed=5)
+CONFIG = DataConfig(max_length=64, packing=False, buckets=[64, 24, 40], batch_size=4, num_epochs=2, seed=5)
 PROMPT_LENGTH = len(TOKENIZER.encode_chat([user("a")]))
 
 
-@pytest.fixture
-def config(tmp_path):
+def over(tmp_path, rows, **changes):
+    """CONFIG over these rows in a file."""
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    return dataclasses.replace(CONFIG, **({"train": [path], "records": str(tmp_path / "records")} | changes))
+
+
+def fifty(folder):
+    """Fifty conversations of 1 to 70 letters in two files."""
     rows = [{"messages": [user("a"), assistant("x" * (1 + (7 * i) % 70))]} for i in range(50)]
-    return dataclasses.replace(
-        CONFIG, train=[write_lines(tmp_path / "a.jsonl", rows[:20]), write_lines(tmp_path / "b.jsonl", rows[20:])]
-    )
+    train = [write_lines(folder / "a.jsonl", rows[:20]), write_lines(folder / "b.jsonl", rows[20:])]
+    return dataclasses.replace(CONFIG, train=train, records=str(folder / "records"))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return fifty(tmp_path_factory.mktemp("fifty"))
+
+
+def conversation(row_id):
+    """What row `row_id` of `fifty` holds."""
+    tokens, mask = tokenize_conversation(TOKENIZER, [user("a"), assistant("x" * (1 + (7 * row_id) % 70))])
+    return tokens[: CONFIG.max_length], mask[: CONFIG.max_length]
 
 
 def as_lists(batches):
@@ -187,8 +254,8 @@ def as_lists(batches):
 
 def test_an_epoch_holds_every_row_once(config):
     dataset = ConversationDataset(config, TOKENIZER, pad_token_id=3)
-    batches = list(dataset.iterator(num_epochs=1))
-    assert len(batches) == dataset.batches_per_epoch == 13
+    batches = list(dataset.iterator(dataset.steps_in(1)))
+    assert len(batches) == dataset.steps_in(1) == 13
     ids = np.concatenate([batch["id_B"] for batch in batches])
     assert sorted(ids[ids != FILLER_ID]) == list(range(50))
     assert (ids == FILLER_ID).sum() == 2
@@ -201,14 +268,40 @@ def test_an_epoch_holds_every_row_once(config):
             if row_id == FILLER_ID:
                 assert (lengths[row], mask[row].any(), set(tokens[row])) == (1, False, {3})
                 continue
-            answer = "x" * (1 + (7 * int(row_id)) % 70)
-            want, want_mask = tokenize_conversation(TOKENIZER, [user("a"), assistant(answer)])
-            length = min(len(want), config.max_length)
+            want, want_mask = conversation(int(row_id))
+            length = len(want)
             assert lengths[row] == length
-            np.testing.assert_array_equal(tokens[row, :length], want[:length])
-            np.testing.assert_array_equal(mask[row, :length], want_mask[:length])
+            np.testing.assert_array_equal(tokens[row, :length], want)
+            np.testing.assert_array_equal(mask[row, :length], want_mask)
             assert set(tokens[row, length:]) <= {3}
             assert not mask[row, length:].any()
+
+
+def test_packed_rows_hold_every_conversation_once(config):
+    dataset = ConversationDataset(dataclasses.replace(config, packing=True), TOKENIZER, pad_token_id=3)
+    batches = list(dataset.iterator(dataset.steps_in(1)))
+    assert len(batches) < 13
+    found = []
+    for batch in batches:
+        shape = batch["tokens_BT"].shape
+        assert batch["doc_BT"].shape == batch["loss_mask_BT"].shape == shape == (4, 64)
+        assert (batch["doc_BT"].dtype, batch["length_B"].dtype) == (np.int32, np.int32)
+        empty = np.ones(shape, bool)
+        for row, start, length, row_id in documents(batch):
+            slots = slice(start, start + length)
+            want, want_mask = conversation(row_id)
+            np.testing.assert_array_equal(batch["tokens_BT"][row, slots], want)
+            np.testing.assert_array_equal(batch["loss_mask_BT"][row, slots], want_mask)
+            assert (batch["doc_BT"][row, slots] == row_id).all()
+            assert start > 0 or batch["id_B"][row] == row_id
+            empty[row, slots] = False
+            found.append(row_id)
+        np.testing.assert_array_equal(np.maximum((~empty).sum(1), 1), batch["length_B"])
+        assert (batch["tokens_BT"][empty] == 3).all()
+        assert not batch["loss_mask_BT"][empty].any()
+        assert (batch["doc_BT"][empty] == -1).all()
+    assert sorted(found) == list(range(50))
+    assert "doc_BT" not in dataset.sample(), "sizes are measured on conversations, not on rows"
 
 
 def test_few_rows_are_padded_far():
@@ -223,17 +316,19 @@ def test_few_rows_are_padded_far():
 def test_epochs_differ_and_repeat_exactly(config):
     dataset = ConversationDataset(config, TOKENIZER)
     both = as_lists(dataset.iterator())
-    assert len(both) == 2 * dataset.batches_per_epoch
+    assert len(both) == dataset.steps_in(2) == 26
     first, second = both[:13], both[13:]
     assert first != second
     assert both == as_lists(ConversationDataset(config, TOKENIZER).iterator())
-    assert first == as_lists(dataset.iterator(num_epochs=1))
+    assert first == as_lists(dataset.iterator(13))
     other = ConversationDataset(dataclasses.replace(config, seed=6), TOKENIZER)
-    assert first != as_lists(other.iterator(num_epochs=1))
+    assert first != as_lists(other.iterator(13))
 
 
-@pytest.mark.parametrize("taken", [0, 1, 7, 13, 20])
-def test_resume_is_exact(config, taken):
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("taken", [0, 7, 13, 20])
+def test_resume_is_exact(config, taken, packing):
+    config = dataclasses.replace(config, packing=packing, num_epochs=4 if packing else 2)
     iterator = ConversationDataset(config, TOKENIZER).iterator()
     for _ in range(taken):
         next(iterator)
@@ -242,10 +337,13 @@ def test_resume_is_exact(config, taken):
     resumed = ConversationDataset(config, TOKENIZER).iterator()
     resumed.set_state(state)
     assert as_lists(resumed) == rest
-    assert len(rest) == 26 - taken
+    assert len(rest) == ConversationDataset(config, TOKENIZER).steps_in(config.num_epochs) - taken > 0
+    assert len(json.dumps(state)) < 200
 
 
-def test_processes_share_every_batch(config):
+@pytest.mark.parametrize("packing", [False, True])
+def test_processes_share_every_batch(config, packing):
+    config = dataclasses.replace(config, packing=packing)
     whole = list(ConversationDataset(config, TOKENIZER).iterator())
     datasets = [ConversationDataset(config, TOKENIZER, process_index=i, process_count=2) for i in range(2)]
     samples = [dataset.sample() for dataset in datasets]
@@ -262,10 +360,10 @@ def test_tokens_that_the_target_has_and_its_tokenizer_has_not(tmp_path):
     """Heads are often padded past the tokenizer's vocabulary, and a target may write such an id: then it is trained on."""
     spare = TOKENIZER.vocab_size
     row = {"messages": [user("a"), assistant("b")], "answer_tokens": [spare, 5], "finish_reason": "length"}
-    config = dataclasses.replace(CONFIG, train=[write_lines(tmp_path / "a.jsonl", [row])])
+    config = over(tmp_path, [row])
     dataset = ConversationDataset(config, TOKENIZER, vocab_size=spare + 1)
     assert spare in dataset.sample()["tokens_BT"]
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: answer_tokens must be a list of token ids in 0\.\.{spare - 1}"):
+    with pytest.raises(DataError, match=rf"t\.jsonl:1: answer_tokens must be a list of token ids in 0\.\.{spare - 1}"):
         ConversationDataset(config, TOKENIZER)
 
 
@@ -278,21 +376,25 @@ def test_report_and_dropped_rows(tmp_path):
         {"messages": [user("a"), assistant("x" * 100)]},
         {"messages": [user("a"), assistant("xy")], "finish_reason": "length", "answer_tokens": [5, 6]},
     ]
-    config = dataclasses.replace(CONFIG, train=[write_lines(tmp_path / "a.jsonl", rows)])
-    dataset = ConversationDataset(config, TOKENIZER)
+    dataset = ConversationDataset(over(tmp_path, rows), TOKENIZER)
     supervised = 5 + (64 - PROMPT_LENGTH) + 2
     assert dataset.report == {
         "read": 6,
         "kept": 3,
         "cut": 2,
         "no assistant turn": 1,
-        "no two supervised tokens in a row": 2,
+        "no two supervised tokens in a row": 1,
+        "answer lies past max_length": 1,
         "tokens": PROMPT_LENGTH * 3 + supervised,
         "supervised_tokens": supervised,
+        "cut_tokens": (PROMPT_LENGTH + 99 + 5 - 64) + (PROMPT_LENGTH + 101 - 64),
     }
     assert len(dataset) == 3
-    assert dataset.ids_N.tolist() == [0, 4, 5]
-    assert dataset.batches_per_epoch == 1
+    assert dataset.records.ids_N.tolist() == [0, 4, 5]
+    assert dataset.steps_in(1) == 1
+    summary = dataset.summary()
+    assert "3 of 6 conversations" in summary
+    assert "dropped: 1 no assistant turn, 1 no two supervised tokens in a row, 1 answer lies past max_length" in summary
 
 
 def test_fingerprint_follows_the_data(config, tmp_path):
@@ -301,6 +403,9 @@ def test_fingerprint_follows_the_data(config, tmp_path):
     less = dataclasses.replace(config, train=config.train[:1])
     assert one != ConversationDataset(less, TOKENIZER).fingerprint
     assert one != ConversationDataset(dataclasses.replace(config, seed=9), TOKENIZER).fingerprint
+    assert one != ConversationDataset(dataclasses.replace(config, packing=True), TOKENIZER).fingerprint
+    copied = fifty(tmp_path)
+    assert one == ConversationDataset(copied, TOKENIZER).fingerprint, "the same text from other files"
 
 
 @pytest.mark.parametrize(
@@ -316,13 +421,12 @@ def test_fingerprint_follows_the_data(config, tmp_path):
     ],
 )
 def test_refused_rows(tmp_path, row, message):
-    path = write_lines(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b")]}, row])
     with pytest.raises(DataError, match=message):
-        ConversationDataset(dataclasses.replace(CONFIG, train=[path]), TOKENIZER)
+        ConversationDataset(over(tmp_path, [{"messages": [user("a"), assistant("b")]}, row]), TOKENIZER)
 
 
 def test_refused_runs(tmp_path):
-    path = write_lines(tmp_path / "t.jsonl", [{"messages": [user("a")]}])
+    rows = [{"messages": [user("a")]}]
     for change, message in [
         ({"train": []}, r"data\.train names no file"),
         ({"buckets": []}, r"data\.buckets is \[\]"),
@@ -330,6 +434,6 @@ def test_refused_runs(tmp_path):
         ({"batch_size": 3}, r"data\.batch_size 3 cannot be shared by 2 processes"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            ConversationDataset(dataclasses.replace(CONFIG, **({"train": [path]} | change)), TOKENIZER, process_count=2)
+            ConversationDataset(over(tmp_path, rows, **change), TOKENIZER, process_count=2)
     with pytest.raises(DataError, match=r"no conversation can be trained on .*'no assistant turn': 1"):
-        ConversationDataset(dataclasses.replace(CONFIG, train=[path]), TOKENIZER)
+        ConversationDataset(over(tmp_path, rows), TOKENIZER)

@@ -217,6 +217,24 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
 
 
 @pytest.mark.one_cell
+def test_packed_rows_train_continue_and_keep_features(tmp_path, monkeypatch, capsys):
+    """Rows of several conversations: the same bits after Ctrl-C, and kept features of single conversations fit their places."""
+    packed = {"data__packing": True, "data__buckets": [96], "data__batch_size": 2, "train__anchors_per_document": 2}
+    straight, config, kept = (tmp_path / name for name in ("straight", "parts", "kept"))
+    assert trainer.fit(tiny_run.tiny_run(straight, **packed)) == 0
+    assert "12 of 12 conversations" in (out := capsys.readouterr().out)
+    assert float(out.split(" conversations a row")[0].split()[-1]) > 2
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, interrupt)
+        assert trainer.fit(tiny_run.tiny_run(config, **packed)) == 130
+    assert trainer.fit(tiny_run.tiny_run(config, train__resume=True, **packed)) == 0
+    assert_equal(final_state(config, 4), final_state(straight, 4))
+    assert trainer.fit(tiny_run.tiny_run(kept, train__features="memory", **packed)) == 0
+    for ours, online in zip(metrics_of(kept), metrics_of(straight), strict=True):
+        assert ours["loss"] == pytest.approx(online["loss"], rel=1e-2)
+
+
+@pytest.mark.one_cell
 def test_bfloat16_trains_like_float32(tmp_path, whole):
     """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
     changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
@@ -481,7 +499,8 @@ def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path):
     config = tiny_run.tiny_run(tmp_path / "r", drafter__draft_vocab_size=5, train__steps=1)
     assert trainer.fit(config) == 0
     rows = ConversationDataset(config.data, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
-    seen = Counter(np.concatenate([row[mask] for row, mask in zip(rows._tokens, rows._masks, strict=True)]).tolist())
+    records = rows.records.read(range(len(rows)))
+    seen = Counter(np.concatenate([record.tokens_T[record.mask_T] for record in records]).tolist())
     wanted = sorted(sorted(seen, key=lambda token: (-seen[token], token))[:5])
     folder = tmp_path / "r" / "drafter"
     assert load_drafter(folder, tiny_target()).config.draft_token_ids == tuple(wanted)
@@ -518,6 +537,8 @@ def broken_lines(tmp_path):
         ({"train__log_every": 0}, ConfigError, r"train\.log_every is 0: it must be at least 1"),
         ({"train__save_every": 0}, ConfigError, r"train\.save_every is 0"),
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
+        ({"train__anchors_per_document": -1}, ConfigError, r"train\.anchors_per_document is -1: it must be at least 0"),
+        ({"data__train": ["absent*.jsonl"]}, DataError, r"data\.train: absent\*\.jsonl matches no file"),
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
         ({"train__steps": -1}, ConfigError, r"train\.steps is -1: it must be at least 0"),
         ({"data__num_epochs": 0}, ConfigError, r"data\.num_epochs is 0"),

@@ -88,7 +88,15 @@ def tiny_run(run_dir, **changes):
     config = Config(
         target=TargetSource(target_folder(), "float32"),
         drafter=DRAFTER,
-        data=DataConfig(train=[conversations()], max_length=32, buckets=[32], batch_size=4, num_epochs=2),
+        data=DataConfig(
+            train=[conversations()],
+            records=str(scratch() / "records"),
+            max_length=32,
+            packing=False,
+            buckets=[32],
+            batch_size=4,
+            num_epochs=2,
+        ),
         optim=OptimConfig(learning_rate=1e-2, warmup_ratio=0.25),
         train=TrainConfig(
             run_dir=str(run_dir),

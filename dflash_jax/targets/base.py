@@ -52,3 +52,16 @@ class TrainableTarget(Target, Protocol):
 
     def head_kernel(self, params: Any) -> Float[Array, "V D"]:
         """The output embedding, for losses that never form all logits."""
+
+
+@runtime_checkable
+class PackableTarget(Target, Protocol):
+    """What training on rows of several documents (`data.packing`) asks on top."""
+
+    def read_documents(
+        self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
+        """Hidden states and taps of whole rows, as `extend` gives them for each document alone.
+
+        The document of slot t begins at slot `starts_BT[:, t]`: slot t has position t - start and sees the slots start..t.
+        """

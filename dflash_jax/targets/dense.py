@@ -36,7 +36,11 @@ class Attention(nnx.Module):
         self.window = config.sliding_window[layer] if config.sliding_window else None
         self.scale, self.cap = config.attention_scale, config.attention_softcap
 
-    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
+    def __call__(
+        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, k_BGCE: Array, v_BGCE: Array
+    ) -> tuple[Array, Array, Array]:
+        """`slots_BT`: where in the cache each token belongs. It sees the slots from its start (None: 0) to its own."""
+
         def heads(x: Array) -> Array:
             return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
@@ -45,10 +49,18 @@ class Attention(nnx.Module):
             q_BTHE, k_BTGE = self.q_norm(q_BTHE), self.k_norm(k_BTGE)
         if rope is not None:
             q_BTHE, k_BTGE = apply_rope(q_BTHE, rope), apply_rope(k_BTGE, rope)
-        k_BGCE = write(k_BGCE, k_BTGE, positions_BT)
-        v_BGCE = write(v_BGCE, v_BTGE, positions_BT)
+        k_BGCE = write(k_BGCE, k_BTGE, slots_BT)
+        v_BGCE = write(v_BGCE, v_BTGE, slots_BT)
         out_BTHE = cached_attention(
-            q_BTHE, k_BGCE, v_BGCE, positions_BT, self.dtype, window=self.window, scale=self.scale, cap=self.cap
+            q_BTHE,
+            k_BGCE,
+            v_BGCE,
+            slots_BT,
+            self.dtype,
+            window=self.window,
+            scale=self.scale,
+            cap=self.cap,
+            starts_BT=starts_BT,
         )
         return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
 
@@ -80,9 +92,11 @@ class DecoderLayer(nnx.Module):
         )
         self.residual_scale = config.residual_scale
 
-    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
+    def __call__(
+        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, k_BGCE: Array, v_BGCE: Array
+    ) -> tuple[Array, Array, Array]:
         scale = jnp.float32(self.residual_scale)
-        mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, positions_BT, k_BGCE, v_BGCE)
+        mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, slots_BT, starts_BT, k_BGCE, v_BGCE)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x_BTD = x_BTD + scale * mixed_BTD
             return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
@@ -142,6 +156,27 @@ class DenseTarget:
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], KVCache]:
         """See `Target.extend`. Tap i is the output of layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
+        return self._forward(params, tokens_BT, positions_BT, positions_BT, None, cache, taps)
+
+    def read_documents(
+        self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
+        """See `PackableTarget.read_documents`."""
+        slots_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+        cache = self.init_cache(*tokens_BT.shape)
+        return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, cache, taps)[:2]
+
+    def _forward(
+        self,
+        params: Any,
+        tokens_BT: Array,
+        positions_BT: Array,
+        slots_BT: Array,
+        starts_BT: Array | None,
+        cache: KVCache,
+        taps: tuple[int, ...],
+    ) -> tuple[Array, Array, KVCache]:
+        """Hidden states, taps and cache of tokens at positions (for rotary tables) that lie in cache slots."""
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
         model = nnx.merge(self.graphdef, params)
@@ -149,7 +184,7 @@ class DenseTarget:
         keys, values, outputs = [], [], []
         ropes = self._ropes(positions_BT)
         for layer, rope, k_BGCE, v_BGCE in zip(model.layers, ropes, cache.keys, cache.values, strict=True):
-            x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, positions_BT, k_BGCE, v_BGCE)
+            x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, slots_BT, starts_BT, k_BGCE, v_BGCE)
             keys.append(k_BGCE)
             values.append(v_BGCE)
             outputs.append(x_BTD)
