@@ -8,6 +8,8 @@ from dflash_jax.layers import product, softcap
 
 # Large and finite: a row that sees nothing stays finite, forward and backward.
 HIDDEN_SCORE = -1e30
+QUERY_CHUNK = 256
+"""queries a row whose scores against a whole cache exist at once: memory grows with the length, not with its square"""
 
 
 def cached_attention(
@@ -23,9 +25,18 @@ def cached_attention(
 ) -> Float[Array, "B T H E"]:
     """Causal attention over a cache: the query at position p sees the cache slots 0..p, or the last `window` of them.
 
-    `scale` multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32.
+    `scale` multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32. More than
+    `QUERY_CHUNK` queries are taken in chunks.
     """
     batch, length, heads, width = q_BTHE.shape
+    if length > QUERY_CHUNK:
+
+        def attend(part: tuple[Array, Array]) -> Array:
+            return cached_attention(part[0], k_BGCE, v_BGCE, part[1], dtype, window=window, scale=scale, cap=cap)
+
+        chunks = -(-length // QUERY_CHUNK)
+        parts = jax.tree.map(lambda x: _split_chunks(x, chunks, QUERY_CHUNK), (q_BTHE, positions_BT))
+        return _join_chunks(jax.lax.map(attend, parts))[:, :length]
     groups = k_BGCE.shape[1]
     factor = jnp.float32(width**-0.5 if scale is None else scale)
     q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * factor
@@ -119,7 +130,7 @@ def _seen(
 
 
 def _split_chunks(x_BA: Array, chunks: int, size: int) -> Array:
-    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (anchor 0: a block that sees itself)."""
+    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (position 0: a query or block that sees little)."""
     pad = [(0, 0)] * x_BA.ndim
     pad[1] = (0, chunks * size - x_BA.shape[1])
     padded = jnp.pad(x_BA, pad).reshape(x_BA.shape[0], chunks, size, *x_BA.shape[2:])

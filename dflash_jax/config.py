@@ -139,7 +139,7 @@ class TrainConfig:
     anchor_chunk: int = 16
     """blocks a row whose attention scores exist at once; lower it to save memory"""
     logit_chunk: int = 1024
-    """slots whose logits exist at once; lower it to save memory"""
+    """slots whose logits exist at once on a device; lower it to save memory"""
     objective: Literal["decay", "dpace"] = "decay"
     """how a block's slots are weighed: decay, the paper's fixed fall; dpace, by how likely decoding is to get there"""
     vocab_sample: int = 0
@@ -149,6 +149,8 @@ class TrainConfig:
     """memory keeps every row's target features (bfloat16) after its first epoch: worth it for several epochs when they fit"""
     remat: bool = True
     """recompute attention scores in the backward pass instead of keeping them"""
+    remat_layers: bool = False
+    """recompute whole layers of the drafter in the backward pass: a fifth of the memory, a third more of the drafter's work"""
     log_every: int = 10
     """steps between lines of metrics.jsonl"""
     save_every: int = 200

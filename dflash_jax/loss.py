@@ -155,48 +155,48 @@ def head_loss(
     dtype: str,
     candidates: Candidates | None = None,
 ) -> LossSums:
-    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or one block's, if larger).
+    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or one block's a row, if more).
 
     `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
     forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise
     chunks are recomputed in the backward pass. With `candidates` the softmax is over them, cheaper by V/S; correctness is then
     judged among them, and a label that is not one of them is a miss that teaches nothing.
     """
-    slots = hidden_BAKD.shape[2]
-    # Slot 0 never has a label: leaving it out saves 1/K of the largest product.
-    rows_ND = hidden_BAKD[:, :, 1:].reshape(-1, hidden_BAKD.shape[-1])
-    labels_N = labels_BAK[:, :, 1:].reshape(-1)
+    batch, anchors, slots, _ = hidden_BAKD.shape
     bias_V = jnp.zeros((head_VD.shape[0],), jnp.float32)
     if candidates is not None:
-        head_VD, bias_V, labels_N = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_N]
-    # whole blocks in a chunk: the weights of a block's slots may depend on one another
-    chunk = min(max(logit_chunk // (slots - 1), 1) * (slots - 1), rows_ND.shape[0])
-    chunks = -(-rows_ND.shape[0] // chunk)
-    pad = chunks * chunk - rows_ND.shape[0]
-    rows_ND = jnp.pad(rows_ND, ((0, pad), (0, 0)))
-    labels_N = jnp.pad(labels_N, (0, pad))
-    supervised_N = jnp.pad(supervised_BAK[:, :, 1:].astype(jnp.float32).reshape(-1), (0, pad))
-    how = _How(chunk, slots - 1, objective, dtype)
-    run = _frozen_head if frozen else _trained_head
-    weighted, entropy_N, correct_N = run(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
+        head_VD, bias_V, labels_BAK = head_VD[candidates.ids_S], candidates.correction_S, candidates.place_V[labels_BAK]
+    # Whole blocks, because the weights of a block's slots may depend on one another, and some of every row, so that each device
+    # works on its own rows.
+    blocks = min(max(logit_chunk // (batch * (slots - 1)), 1), anchors)
+    pad = -anchors % blocks
 
-    def slots_again(x_N: Array) -> Array:
-        x_BAJ = x_N[: x_N.shape[0] - pad].reshape(*hidden_BAKD.shape[:2], slots - 1)
+    def split(x_BAK: Array) -> Array:
+        """[B, A, K, ...] to [chunks, C, ...]. Slot 0 never has a label: leaving it out saves 1/K of the largest product."""
+        x_BAJ = jnp.pad(x_BAK[:, :, 1:], ((0, 0), (0, pad)) + ((0, 0),) * (x_BAK.ndim - 2))
+        x = x_BAJ.reshape(batch, -1, blocks, *x_BAJ.shape[2:])
+        return jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1, *x_BAK.shape[3:])
+
+    run = _frozen_head if frozen else _trained_head
+    rows, labels, supervised = split(hidden_BAKD), split(labels_BAK), split(supervised_BAK.astype(jnp.float32))
+    weighted, entropy, correct = run(rows, head_VD, bias_V, labels, supervised, _How(slots - 1, objective, dtype))
+
+    def slots_again(x: Array) -> Array:
+        x_BAJ = jnp.moveaxis(x.reshape(x.shape[0], batch, -1), 0, 1).reshape(batch, -1, slots - 1)[:, :anchors]
         return jnp.pad(x_BAJ, ((0, 0), (0, 0), (1, 0)))
 
-    sums = loss_sums(slots_again(entropy_N), slots_again(correct_N), supervised_BAK, objective)
+    sums = loss_sums(slots_again(entropy), slots_again(correct), supervised_BAK, objective)
     return sums._replace(weighted=weighted)
 
 
 class _How(NamedTuple):
-    chunk: int
     drafted: int
     """slots of a block that have labels"""
     objective: Objective
     dtype: str
 
-    def weights(self, entropy_N: Array, supervised_N: Array) -> Array:
-        blocks = (x.reshape(-1, self.drafted) for x in (entropy_N, supervised_N))
+    def weights(self, entropy_C: Array, supervised_C: Array) -> Array:
+        blocks = (x.reshape(-1, self.drafted) for x in (entropy_C, supervised_C))
         return self.objective.weights(*blocks).reshape(-1)
 
 
@@ -209,52 +209,48 @@ def _chunk_entropy(rows_CD: Array, head_VD: Array, bias_V: Array, labels_C: Arra
     return logits_CV, top_C, entropy_C, jnp.argmax(logits_CV, axis=-1) == labels_C
 
 
-def _split(chunk: int, *arrays: Array) -> tuple[Array, ...]:
-    return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in arrays)
-
-
 def _trained_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
+    rows: Array, head_VD: Array, bias_V: Array, labels: Array, supervised: Array, how: _How
 ) -> tuple[Array, Array, Array]:
-    @jax.checkpoint
-    def one(part: tuple[Array, ...]) -> tuple[Array, Array]:
-        rows_CD, labels_C = part
-        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
-        return entropy_C, correct_C
+    """Of chunks [chunks, C, ...]: the weighted sum, each slot's cross-entropy and correctness."""
 
-    entropy, correct = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N))
-    entropy_N = entropy.reshape(-1)
-    return (how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1)
+    @jax.checkpoint
+    def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        rows_CD, labels_C, supervised_C = part
+        _, _, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
+        return (how.weights(entropy_C, supervised_C) * entropy_C).sum(), entropy_C, correct_C
+
+    weighted, entropy, correct = jax.lax.map(one, (rows, labels, supervised))
+    return weighted.sum(), entropy, correct
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _frozen_head(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
+    rows: Array, head_VD: Array, bias_V: Array, labels: Array, supervised: Array, how: _How
 ) -> tuple[Array, Array, Array]:
-    return _trained_head(rows_ND, head_VD, bias_V, labels_N, supervised_N, how)
+    return _trained_head(rows, head_VD, bias_V, labels, supervised, how)
 
 
 def _frozen_head_fwd(
-    rows_ND: Array, head_VD: Array, bias_V: Array, labels_N: Array, supervised_N: Array, how: _How
+    rows: Array, head_VD: Array, bias_V: Array, labels: Array, supervised: Array, how: _How
 ) -> tuple[tuple[Array, Array, Array], Array]:
     vocab = head_VD.shape[0]
 
-    def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    def one(part: tuple[Array, ...]) -> tuple[Array, Array, Array, Array]:
         rows_CD, labels_C, supervised_C = part
         logits_CV, top_C, entropy_C, correct_C = _chunk_entropy(rows_CD, head_VD, bias_V, labels_C, how.dtype)
         weight_C = how.weights(entropy_C, supervised_C)
         is_label_CV = labels_C[:, None] == jnp.arange(vocab, dtype=labels_C.dtype)[None]
         slope_CV = weight_C[:, None] * (jnp.exp(logits_CV - top_C[:, None]) - is_label_CV.astype(jnp.float32))
-        return entropy_C, correct_C, product("nv,vd->nd", slope_CV, head_VD, how.dtype)
+        grad_CD = product("nv,vd->nd", slope_CV, head_VD, how.dtype).astype(rows_CD.dtype)
+        return (weight_C * entropy_C).sum(), entropy_C, correct_C, grad_CD
 
-    entropy, correct, grad = jax.lax.map(one, _split(how.chunk, rows_ND, labels_N, supervised_N))
-    entropy_N = entropy.reshape(-1)
-    out = ((how.weights(entropy_N, supervised_N) * entropy_N).sum(), entropy_N, correct.reshape(-1))
-    return out, grad.reshape(rows_ND.shape).astype(rows_ND.dtype)
+    weighted, entropy, correct, grad = jax.lax.map(one, (rows, labels, supervised))
+    return (weighted.sum(), entropy, correct), grad
 
 
-def _frozen_head_bwd(how: _How, grad_ND: Array, cotangent: tuple[Array, Any, Any]) -> tuple[Array, None, None, None, None]:
-    return cotangent[0] * grad_ND, None, None, None, None
+def _frozen_head_bwd(how: _How, grad: Array, cotangent: tuple[Array, Any, Any]) -> tuple[Array, None, None, None, None]:
+    return cotangent[0] * grad, None, None, None, None
 
 
 _frozen_head.defvjp(_frozen_head_fwd, _frozen_head_bwd)

@@ -14,8 +14,8 @@ from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, Objective, draft_vocabulary, head_loss, sample_vocabulary
-from dflash_jax.sharding import BATCH, shardings
-from dflash_jax.targets import Target, TrainableTarget
+from dflash_jax.sharding import BATCH, collected, shardings
+from dflash_jax.targets import CachelessTarget, Target, TrainableTarget
 
 
 class TrainState(NamedTuple):
@@ -48,6 +48,8 @@ TrainStep = Callable[[TrainState, Any, Batch, Array | None], tuple[TrainState, S
 
 def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...]) -> Float[Array, "B T M"]:
     """The taps of whole rows, without gradient."""
+    if isinstance(target, CachelessTarget):
+        return jax.lax.stop_gradient(target.row_taps(jax.lax.stop_gradient(params), batch.tokens_BT, taps))
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)
@@ -64,12 +66,13 @@ def block_loss(
     blocks: Blocks,
     key: Array,
     config: Config,
+    shards: int = 1,
 ) -> tuple[LossSums, dict[str, Array]]:
-    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for."""
+    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for. `shards`: devices that share the rows."""
     train, model = config.train, drafter.config
     frozen = jax.lax.stop_gradient(target_params)
     dropout_key, vocabulary_key = jax.random.split(key)
-    execution = Execution(train.anchor_chunk, train.remat, dropout_key if model.dropout else None)
+    execution = Execution(train.anchor_chunk, train.remat, dropout_key if model.dropout else None, train.remat_layers)
 
     def embed(tokens: Array) -> Array:
         return target.embed(frozen, tokens)
@@ -90,7 +93,7 @@ def block_loss(
         blocks.supervised_BAK,
         Objective(model.loss_decay_gamma, train.objective),
         frozen=not model.own_head,
-        logit_chunk=train.logit_chunk,
+        logit_chunk=train.logit_chunk * shards,
         dtype=model.dtype,
         candidates=candidates,
     )
@@ -141,9 +144,11 @@ def make_train_step(
 
     def micro_sums(params: Any, target_params: Any, part: tuple[Batch, Blocks, Array | None], key: Array) -> tuple[Array, Any]:
         batch, blocks, taps_BTM = part
+        params = collected(params, mesh, drafter.config.dtype)
+        target_params = collected(target_params, mesh, target.config.dtype)
         if taps_BTM is None:
             taps_BTM = target_features(target, target_params, batch, taps)
-        sums, diagnostics = block_loss(drafter, params, target, target_params, taps_BTM, blocks, key, config)
+        sums, diagnostics = block_loss(drafter, params, target, target_params, taps_BTM, blocks, key, config, shards)
         return sums.weighted, (sums, diagnostics)
 
     def train_step(state: TrainState, target_params: Any, batch: Batch, taps_BTM: Array | None) -> tuple[TrainState, StepMetrics]:

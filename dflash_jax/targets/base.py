@@ -52,3 +52,11 @@ class TrainableTarget(Target, Protocol):
 
     def head_kernel(self, params: Any) -> Float[Array, "V D"]:
         """The output embedding, for losses that never form all logits."""
+
+
+@runtime_checkable
+class CachelessTarget(Target, Protocol):
+    """What lets training read taps without a cache, which it has no use for. Without it `extend` fills one."""
+
+    def row_taps(self, params: Any, tokens_BT: Int[Array, "B T"], taps: tuple[int, ...]) -> Float[Array, "B T M"]:
+        """The taps of whole rows from position 0 on, padded on the right, as `extend` gives them. Those of padding mean nothing."""

@@ -17,6 +17,8 @@ from dflash_jax.model_config import TargetConfig
 
 Rope = tuple[Array, Array] | None
 """cos and sin of a layer, or None for a layer without rotary positions"""
+KeysValues = tuple[Array, ...] | None
+"""a layer's cached keys and values [B, G, C, E]; None: no cache, the tokens are whole rows and see each other only"""
 
 
 class Attention(nnx.Module):
@@ -36,7 +38,7 @@ class Attention(nnx.Module):
         self.window = config.sliding_window[layer] if config.sliding_window else None
         self.scale, self.cap = config.attention_scale, config.attention_softcap
 
-    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
+    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, kv: KeysValues) -> tuple[Array, KeysValues]:
         def heads(x: Array) -> Array:
             return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
@@ -45,12 +47,14 @@ class Attention(nnx.Module):
             q_BTHE, k_BTGE = self.q_norm(q_BTHE), self.k_norm(k_BTGE)
         if rope is not None:
             q_BTHE, k_BTGE = apply_rope(q_BTHE, rope), apply_rope(k_BTGE, rope)
-        k_BGCE = write(k_BGCE, k_BTGE, positions_BT)
-        v_BGCE = write(v_BGCE, v_BTGE, positions_BT)
+        if kv is None:
+            k_BGCE, v_BGCE = (jnp.swapaxes(x, 1, 2).astype(self.dtype) for x in (k_BTGE, v_BTGE))
+        else:
+            k_BGCE, v_BGCE = kv = tuple(write(old, new, positions_BT) for old, new in zip(kv, (k_BTGE, v_BTGE), strict=True))
         out_BTHE = cached_attention(
             q_BTHE, k_BGCE, v_BGCE, positions_BT, self.dtype, window=self.window, scale=self.scale, cap=self.cap
         )
-        return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
+        return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), kv
 
 
 class DecoderLayer(nnx.Module):
@@ -80,15 +84,15 @@ class DecoderLayer(nnx.Module):
         )
         self.residual_scale = config.residual_scale
 
-    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, k_BGCE: Array, v_BGCE: Array) -> tuple[Array, Array, Array]:
+    def __call__(self, x_BTD: Array, rope: Rope, positions_BT: Array, kv: KeysValues) -> tuple[Array, KeysValues]:
         scale = jnp.float32(self.residual_scale)
-        mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, positions_BT, k_BGCE, v_BGCE)
+        mixed_BTD, kv = self.self_attn(self.input_layernorm(x_BTD), rope, positions_BT, kv)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x_BTD = x_BTD + scale * mixed_BTD
-            return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
+            return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), kv
         x_BTD = x_BTD + scale * self.post_attention_layernorm(mixed_BTD)
         out_BTD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_BTD)))
-        return x_BTD + scale * out_BTD, k_BGCE, v_BGCE
+        return x_BTD + scale * out_BTD, kv
 
 
 class DenseDecoder(nnx.Module):
@@ -142,19 +146,32 @@ class DenseTarget:
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], KVCache]:
         """See `Target.extend`. Tap i is the output of layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
+        x_BTD, taps_BTM, kept = self._layers(
+            params, tokens_BT, positions_BT, list(zip(cache.keys, cache.values, strict=True)), taps
+        )
+        keys, values = zip(*(kv for kv in kept if kv is not None), strict=True)
+        return nnx.merge(self.graphdef, params).norm(x_BTD), taps_BTM, KVCache(keys, values)
+
+    def row_taps(self, params: Any, tokens_BT: Int[Array, "B T"], taps: tuple[int, ...]) -> Float[Array, "B T M"]:
+        """See `CachelessTarget.row_taps`."""
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+        return self._layers(params, tokens_BT, positions_BT, [None] * self.config.num_layers, taps)[1]
+
+    def _layers(
+        self, params: Any, tokens_BT: Array, positions_BT: Array, caches: list[KeysValues], taps: tuple[int, ...]
+    ) -> tuple[Array, Array, list[KeysValues]]:
+        """The last layer's output, taps, and every layer's grown cache."""
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
-        model = nnx.merge(self.graphdef, params)
         x_BTD = self.embed(params, tokens_BT)
-        keys, values, outputs = [], [], []
-        ropes = self._ropes(positions_BT)
-        for layer, rope, k_BGCE, v_BGCE in zip(model.layers, ropes, cache.keys, cache.values, strict=True):
-            x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, positions_BT, k_BGCE, v_BGCE)
-            keys.append(k_BGCE)
-            values.append(v_BGCE)
+        kept, outputs = [], []
+        layers = nnx.merge(self.graphdef, params).layers
+        for layer, rope, kv in zip(layers, self._ropes(positions_BT), caches, strict=True):
+            x_BTD, kv = layer(x_BTD, rope, positions_BT, kv)
+            kept.append(kv)
             outputs.append(x_BTD)
         taps_BTM = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else jnp.zeros((*tokens_BT.shape, 0), jnp.float32)
-        return model.norm(x_BTD), taps_BTM, KVCache(tuple(keys), tuple(values))
+        return x_BTD, taps_BTM, kept
 
     def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         rows = params["embed_tokens"][...][tokens].astype(jnp.float32)
