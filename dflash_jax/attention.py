@@ -130,7 +130,7 @@ def _seen(
 
 
 def _split_chunks(x_BA: Array, chunks: int, size: int) -> Array:
-    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (position 0: a query or block that sees little)."""
+    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (position 0: it sees little)."""
     pad = [(0, 0)] * x_BA.ndim
     pad[1] = (0, chunks * size - x_BA.shape[1])
     padded = jnp.pad(x_BA, pad).reshape(x_BA.shape[0], chunks, size, *x_BA.shape[2:])

@@ -155,7 +155,7 @@ def head_loss(
     dtype: str,
     candidates: Candidates | None = None,
 ) -> LossSums:
-    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or one block's a row, if more).
+    """`dflash_loss` of `hidden @ head.T` without ever holding more than `logit_chunk` slots' logits (or a block's a row, if more).
 
     `frozen`: the head takes no gradient, and the gradient of `weighted` towards the hidden states is formed chunk by chunk in the
     forward pass (design decision 14), so logits are neither kept nor recomputed; only `weighted` is differentiable then. Otherwise

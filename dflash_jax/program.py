@@ -30,8 +30,10 @@ class _Instruction(NamedTuple):
 
 
 def collectives(text: str) -> dict[str, Sent]:
-    """Collectives of a compiled program (`compiled.as_text()`), by kind. One in a loop counts as often as the loop runs; a loop whose
-    length only the run decides (decoding) counts as one round."""
+    """Collectives of a compiled program (`compiled.as_text()`), by kind.
+
+    One in a loop counts as often as the loop runs; a loop whose length only the run decides (decoding) counts as one round.
+    """
     computations = _computations(text)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 

@@ -68,7 +68,10 @@ def block_loss(
     config: Config,
     shards: int = 1,
 ) -> tuple[LossSums, dict[str, Array]]:
-    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for. `shards`: devices that share the rows."""
+    """Loss sums of anchored blocks over the target's features, and diagnostics if asked for.
+
+    `shards`: devices that share the rows.
+    """
     train, model = config.train, drafter.config
     frozen = jax.lax.stop_gradient(target_params)
     dropout_key, vocabulary_key = jax.random.split(key)

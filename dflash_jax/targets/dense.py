@@ -155,17 +155,17 @@ class DenseTarget:
     def row_taps(self, params: Any, tokens_BT: Int[Array, "B T"], taps: tuple[int, ...]) -> Float[Array, "B T M"]:
         """See `CachelessTarget.row_taps`."""
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-        return self._layers(params, tokens_BT, positions_BT, [None] * self.config.num_layers, taps)[1]
+        return self._layers(params, tokens_BT, positions_BT, [None] * (max(taps, default=-1) + 1), taps)[1]
 
     def _layers(
         self, params: Any, tokens_BT: Array, positions_BT: Array, caches: list[KeysValues], taps: tuple[int, ...]
     ) -> tuple[Array, Array, list[KeysValues]]:
-        """The last layer's output, taps, and every layer's grown cache."""
+        """The last output, taps, and the grown caches of as many layers as there are `caches`."""
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
         x_BTD = self.embed(params, tokens_BT)
         kept, outputs = [], []
-        layers = nnx.merge(self.graphdef, params).layers
+        layers = nnx.merge(self.graphdef, params).layers[: len(caches)]
         for layer, rope, kv in zip(layers, self._ropes(positions_BT), caches, strict=True):
             x_BTD, kv = layer(x_BTD, rope, positions_BT, kv)
             kept.append(kv)
