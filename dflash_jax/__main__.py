@@ -125,8 +125,8 @@ def aot_command(argv: list[str]) -> int:
     """Compile a run for devices that need not be there, and say whether it fits."""
     parser = config_parser(
         "Compile a run's train step, prefill and decode chunk for devices that need not be there: memory, work and collectives "
-        "of one device. Needs no weights (target.path may be a folder of config.json alone) and, for TPUs, the extra tpu. Exit status "
-        "1 when a program does not fit. The last line is JSON.",
+        "of one device. Needs no weights (target.path may be a folder of config.json alone), and for TPUs the extra tpu. Exit "
+        "status 1 when a program does not fit. The last line is JSON.",
         prog="dflash_jax aot",
     )
     parser.add_argument("--topology", required=True, help=f"the slice, such as {EXAMPLES} (fake CPU devices); mesh.* must fit it")

@@ -165,8 +165,8 @@ class DenseTarget:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
         x_BTD = self.embed(params, tokens_BT)
         kept, outputs = [], []
-        layers = nnx.merge(self.graphdef, params).layers[: len(caches)]
-        for layer, rope, kv in zip(layers, self._ropes(positions_BT), caches, strict=True):
+        layers = nnx.merge(self.graphdef, params).layers
+        for layer, rope, kv in zip(layers, self._ropes(positions_BT), caches, strict=False):
             x_BTD, kv = layer(x_BTD, rope, positions_BT, kv)
             kept.append(kv)
             outputs.append(x_BTD)
