@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -190,7 +189,7 @@ def _reports(
 def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh) -> Report:
     rows, length = config.data.batch_size, config.data.max_length
     params = _split(abstract_drafter(drafter), "float32", mesh)
-    sizes_M = np.ones((len(drafter.target_layer_ids) * drafter.target_hidden_dim,), np.float32)
+    sizes_M = jnp.ones((len(drafter.target_layer_ids) * drafter.target_hidden_dim,), jnp.float32)
     tx = optimizer(config.optim, config.train.steps or 1000, sizes_M)
     step = make_train_step(config, target, Drafter(drafter, params), tx, mesh)
     state = jax.eval_shape(lambda params: init_state(Drafter(drafter, params), tx, mesh), params)

@@ -80,7 +80,7 @@ def _trips(rest: str, computations: dict[str, list[_Instruction]]) -> int:
 
 
 def _bytes(kind: str, bits: str, dims: str) -> int:
-    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits or 8) + 7) // 8
+    return (math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) + 7) // 8
 
 
 def product_flops(jaxpr: Any) -> int:

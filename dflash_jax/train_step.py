@@ -164,7 +164,9 @@ def make_train_step(
         def add(total: Any, part_and_index: tuple[Any, Array]) -> tuple[Any, None]:
             part, index = part_and_index
             key = jax.random.fold_in(rest_key, index)
-            grads, aux = jax.grad(micro_sums, has_aux=True)(state.params, target_params, part, key)
+            # Bound to the micro-batch, else XLA collects every kernel before the loop and holds all of them in it.
+            params, frozen, part = jax.lax.optimization_barrier((state.params, target_params, part))
+            grads, aux = jax.grad(micro_sums, has_aux=True)(params, frozen, part, key)
             return jax.tree.map(jnp.add, total, (grads, aux)), None
 
         if micro == 1:

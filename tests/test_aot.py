@@ -1,17 +1,18 @@
 """The report of a run's programs on fake CPU devices: sizes as written by hand, what does not fit, and what is refused."""
 
-import dataclasses
 import importlib.util
 import json
 
+import jax
 import pytest
 from tiny_folder import tiny_config
 
 import dflash_jax.__main__ as commands
-from dflash_jax.aot import _described_drafter, _described_target
+from dflash_jax.aot import Report, _described_drafter, _described_target
 from dflash_jax.cli import build_config, config_parser, run
 from dflash_jax.first_drafter import drafter_config
 from dflash_jax.hf_drafter import config_to_json
+from dflash_jax.program import Sent
 
 pytestmark = pytest.mark.one_cell
 
@@ -59,7 +60,7 @@ def test_report(options, capsys):
     assert out.count("fits in 1.0 GiB") == 3
     report = json.loads(out.splitlines()[-1])
     assert (report["devices"], report["fits"]) == (8, True)
-    train, prefill, decode = report["programs"]
+    train, _, decode = report["programs"]
     assert [p["name"].split(" (")[0] for p in report["programs"]] == ["train step", "prefill", "decode chunk"]
 
     kernels, norms = elements(WIDTH)
@@ -83,12 +84,25 @@ def test_report(options, capsys):
     assert all(program["product_flops"] > 0 and program["compiler"]["bytes accessed"] > 0 for program in report["programs"])
 
 
-def test_what_does_not_fit(options, capsys):
-    """Exit status 1. The program is that of the test above, so it comes from the cache of compiled programs."""
-    code, out, _ = status([*options, "--topology", "cpu:8", "--memory_gib", "0.0001", "--programs", "train"], capsys)
+def test_what_does_not_fit(options, capsys, monkeypatch):
+    """Exit status 1, by the sum of what is held, or by the compiler's own word."""
+    memory = {"arguments": 2**29, "temporaries": 2**29, "total": 2**30 + 1}
+    report = Report("train step", 1.0, {}, memory, 0, {"flops": 0.0, "bytes accessed": 0.0}, {"all-gather": Sent(3, 10)})
+    monkeypatch.setattr("dflash_jax.aot._reports", lambda *args: iter([report]))
+    argv = [*options, "--topology", "cpu:8", "--memory_gib"]
+    code, out, _ = status([*argv, "1"], capsys)
     assert code == 1
-    assert "does NOT fit in 0.0001 GiB" in out
+    assert "does NOT fit in 1.0 GiB" in out
     assert json.loads(out.splitlines()[-1])["fits"] is False
+    assert status([*argv, "1.1"], capsys)[0] == 0
+
+    def refused(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.")
+
+    monkeypatch.setattr("dflash_jax.aot._reports", refused)
+    code, out, _ = status([*argv, "1"], capsys)
+    assert code == 1
+    assert "the compiler says that it does NOT fit: RESOURCE_EXHAUSTED: Ran out of memory" in out
 
 
 REFUSED = {
@@ -124,12 +138,15 @@ def test_for_tpus(options, capsys):
     assert "is unknown to libtpu" in err
 
 
+SMALLER = ["--drafter.mlp_dim", str(MLP // 2), "--drafter.num_draft_layers", "2"]
+
+
 def test_a_loaded_drafter_is_described_by_its_own_config(options, tmp_path):
     """Its sizes come from its folder, whatever the run's fields would give a new one; no weights are read."""
     parser = config_parser("test")
     config = build_config(parser.parse_args([*options[1:3], "--train.init", "loaded", "--drafter.path", str(tmp_path)]), parser)
     target = _described_target(config)
-    stored = dataclasses.replace(drafter_config(config, target), mlp_dim=MLP // 2, num_draft_layers=2)
+    stored = drafter_config(build_config(parser.parse_args([*options[1:3], *SMALLER]), parser), target)
     (tmp_path / "config.json").write_text(json.dumps(config_to_json(stored, "bfloat16")), encoding="utf-8")
     drafter = _described_drafter(config, target)
     assert (drafter.mlp_dim, drafter.num_draft_layers, drafter.dtype) == (MLP // 2, 2, "bfloat16")

@@ -16,6 +16,7 @@ from jax import NamedSharding
 from dflash_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.model_config import DFlashConfig, TargetConfig
+from dflash_jax.program import product_flops
 from dflash_jax.sharding import BATCH, make_mesh, shardings
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
@@ -31,7 +32,7 @@ DRAFTER = DFlashConfig(
 SGD = optax.sgd(1.0)
 
 
-def compiled_step(rows, length, anchors, mesh, **train):
+def traced_step(rows, length, anchors, mesh, **train):
     config = Config(
         data=DataConfig(batch_size=rows), train=TrainConfig(anchors_per_row=anchors, anchor_chunk=2, logit_chunk=16, **train)
     )
@@ -46,7 +47,7 @@ def compiled_step(rows, length, anchors, mesh, **train):
     shape = [((rows, length), jnp.int32), ((rows, length), bool), ((rows,), jnp.int32)]
     batch = Batch(*(jax.ShapeDtypeStruct(*x, sharding=by_row) for x in shape))
     step = make_train_step(config, DenseTarget(TARGET, target_params), Drafter(DRAFTER, params), SGD, mesh)
-    return step.lower(state, target_params, batch, None).compile()
+    return step.trace(state, target_params, batch, None)
 
 
 LENGTH, ANCHORS = 256, 32
@@ -58,7 +59,8 @@ def programs():
     mesh = make_mesh(MeshConfig(1, 8, 1), jax.devices()[:8])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dflash_jax.attention.QUERY_CHUNK", 16)
-        return [compiled_step(8, *sizes, mesh) for sizes in ((LENGTH, ANCHORS), (2 * LENGTH, ANCHORS), (LENGTH, 2 * ANCHORS))]
+        sizes = ((LENGTH, ANCHORS), (2 * LENGTH, ANCHORS), (LENGTH, 2 * ANCHORS))
+        return [traced_step(8, *x, mesh).lower().compile() for x in sizes]
 
 
 def test_memory_is_linear_in_tokens_and_in_blocks(programs):
@@ -76,9 +78,18 @@ def test_rows_stay_on_their_devices(programs):
     Left to itself, XLA adds up partial products of all rows instead (see `sharding.collected`).
     """
     text = programs[0].as_text()
-    largest = VOCAB * WIDTH  # elements of the largest parameter; a row of blocks has 32 x 8 x 16
+    largest = max(VOCAB * WIDTH, 8 * LENGTH)  # elements of a table, of the draw; the blocks of one device have 32 x 8 x 16
     sent = [line for line in text.splitlines() if re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter)\(", line)]
     assert len([line for line in sent if " all-gather(" in line]) >= 14, "every kernel of target and drafter"
     for line in sent:
         results = re.findall(r"(?:f32|bf16)\[([\d,]+)\]", re.split(r" all-| reduce-", line)[0])
         assert all(math.prod(map(int, dims.split(","))) <= largest for dims in results), line[:200]
+
+
+def test_recomputed_layers_cost_their_products_again():
+    """With `remat_layers` the backward pass computes a layer's products once more (the last ones need not be)."""
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    plain, again = (product_flops(traced_step(1, LENGTH, ANCHORS, mesh, remat_layers=x).jaxpr.jaxpr) for x in (False, True))
+    width, heads = WIDTH, HEADS * 8
+    forward = 2 * ANCHORS * SLOTS * (width * (heads + 2 * heads // 2) + 2 * width * 24)  # q, k, v, gate and up
+    assert again - plain >= forward
