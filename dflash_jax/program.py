@@ -17,7 +17,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation
 class Sent(NamedTuple):
     """Collectives of one kind, a device and a run of the program."""
 
-    count: int
+    times: int
     bytes: int
     """of their results"""
 

@@ -76,11 +76,11 @@ def test_report(options, capsys):
     caches = 3 * 2 * 2 * 2 * 128 * 8 * 2  # layers of both, keys and values, rows, heads, capacity, width, bytes
     assert decode["arguments"]["caches"] == caches // 2, "split by heads"
     memory = train["memory"]
-    assert memory["unread"] > 0, "the layer above the last tap is held, but not read"
+    assert memory["arguments"] + memory["unread"] >= sum(train["arguments"].values()), "the layer above the last tap is held too"
     assert memory["aliased"] >= 3 * 4 * drafter, "the state is donated"
     parts = sum(memory[name] for name in ("arguments", "unread", "outputs", "temporaries", "code")) - memory["aliased"]
     assert memory["total"] == parts
-    assert train["sent"]["all-gather"]["count"] > 2 * 14, "kernels are gathered in each micro-batch"
+    assert train["sent"]["all-gather"]["times"] > 2 * 14, "kernels are gathered in each micro-batch"
     assert all(program["product_flops"] > 0 and program["compiler"]["bytes accessed"] > 0 for program in report["programs"])
 
 
