@@ -191,7 +191,7 @@ def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh
     params = _split(abstract_drafter(drafter), "float32", mesh)
     sizes_M = jnp.ones((len(drafter.target_layer_ids) * drafter.target_hidden_dim,), jnp.float32)
     tx = optimizer(config.optim, config.train.steps or 1000, sizes_M)
-    step = make_train_step(config, target, Drafter(drafter, params), tx, mesh)
+    step: Any = make_train_step(config, target, Drafter(drafter, params), tx, mesh)
     state = jax.eval_shape(lambda params: init_state(Drafter(drafter, params), tx, mesh), params)
     state = jax.tree.map(_placed, state, shardings(state, mesh))
     by_row = NamedSharding(mesh, BATCH)

@@ -87,7 +87,7 @@ def collected(params: Any, mesh: Mesh, dtype: str) -> Any:
     """
 
     def one(leaf: Any) -> Any:
-        parts = spec(leaf.shape, leaf.logical, mesh) if _is_variable(leaf) else ()
+        parts = spec(leaf.shape, leaf.logical, mesh) if _is_variable(leaf) else PartitionSpec()
         if mesh.shape["fsdp"] == 1 or "fsdp" not in parts:
             return leaf
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
