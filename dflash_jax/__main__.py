@@ -1,10 +1,11 @@
-"""python -m dflash_jax COMMAND: regenerate, bench, doctor, export, invariants. `COMMAND --help` lists the options."""
+"""python -m dflash_jax COMMAND: regenerate, bench, doctor, export, aot, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
 import sys
 from pathlib import Path
 from typing import get_args
 
+from dflash_jax.aot import EXAMPLES, aot
 from dflash_jax.bench import bench
 from dflash_jax.cli import INTERRUPTED, build_config, config_parser, plain_parser, run
 from dflash_jax.conversations import read_prompts
@@ -120,6 +121,26 @@ def export_command(argv: list[str]) -> int:
     return 0
 
 
+def aot_command(argv: list[str]) -> int:
+    """Compile a run for devices that need not be there, and say whether it fits."""
+    parser = config_parser(
+        "Compile a run's train step, prefill and decode chunk for devices that need not be there: memory, work and collectives "
+        "of one device. Needs no weights (target.path may be a folder of config.json alone), and for TPUs the extra tpu. Exit "
+        "status 1 when a program does not fit. The last line is JSON.",
+        prog="dflash_jax aot",
+    )
+    parser.add_argument("--topology", required=True, help=f"the slice, such as {EXAMPLES} (fake CPU devices); mesh.* must fit it")
+    parser.add_argument("--programs", choices=("train", "decode", "both"), default="both", help="what to compile")
+    parser.add_argument("--rows", type=int, default=8, help="rows decoded together")
+    parser.add_argument(
+        "--prompt_length", type=int, default=1024, help="tokens of their prompts; decode.max_new_tokens come on top"
+    )
+    parser.add_argument("--memory_gib", type=float, help="memory of a device; default: that of its kind")
+    parsed = parser.parse_args(argv)
+    config = build_config(parsed, parser)
+    return aot(config, parsed.topology, parsed.programs, parsed.rows, parsed.prompt_length, parsed.memory_gib)
+
+
 def invariants_command(argv: list[str]) -> int:
     """Check what DFlash claims of itself."""
     if argv:
@@ -133,6 +154,7 @@ COMMANDS = {
     "bench": bench_command,
     "doctor": doctor_command,
     "export": export_command,
+    "aot": aot_command,
     "invariants": invariants_command,
 }
 

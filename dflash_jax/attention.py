@@ -8,6 +8,8 @@ from dflash_jax.layers import product, softcap
 
 # Large and finite: a row that sees nothing stays finite, forward and backward.
 HIDDEN_SCORE = -1e30
+QUERY_CHUNK = 256
+"""queries a row whose scores against a whole cache exist at once: memory grows with the length, not with its square"""
 
 
 def cached_attention(
@@ -25,9 +27,21 @@ def cached_attention(
     """Causal attention over a cache: the query at position p sees the cache slots 0..p, or the last `window` of them.
 
     `starts_BT`: nor does it see slots before its start, where its document begins (packed rows; a position here is a slot). `scale`
-    multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32.
+    multiplies the queries (None: E ** -0.5), and `cap` bounds the scores (`softcap`). Returns float32. More than `QUERY_CHUNK`
+    queries are taken in chunks.
     """
     batch, length, heads, width = q_BTHE.shape
+    if length > QUERY_CHUNK:
+
+        def attend(part: tuple[Array, Array, Array | None]) -> Array:
+            q_BTHE, positions_BT, starts_BT = part
+            return cached_attention(
+                q_BTHE, k_BGCE, v_BGCE, positions_BT, dtype, window=window, scale=scale, cap=cap, starts_BT=starts_BT
+            )
+
+        chunks = -(-length // QUERY_CHUNK)
+        parts = jax.tree.map(lambda x: _split_chunks(x, chunks, QUERY_CHUNK), (q_BTHE, positions_BT, starts_BT))
+        return _join_chunks(jax.lax.map(attend, parts))[:, :length]
     groups = k_BGCE.shape[1]
     factor = jnp.float32(width**-0.5 if scale is None else scale)
     q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * factor
@@ -127,7 +141,7 @@ def _seen(
 
 
 def _split_chunks(x_BA: Array, chunks: int, size: int) -> Array:
-    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (anchor 0: a block that sees itself)."""
+    """[B, A, ...] to [chunks, B, size, ...]; the last chunk is padded with zeros (position 0: it sees little)."""
     pad = [(0, 0)] * x_BA.ndim
     pad[1] = (0, chunks * size - x_BA.shape[1])
     padded = jnp.pad(x_BA, pad).reshape(x_BA.shape[0], chunks, size, *x_BA.shape[2:])

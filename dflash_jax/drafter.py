@@ -25,6 +25,8 @@ class Execution(NamedTuple):
     """recompute attention scores in the backward pass"""
     dropout_key: Array | None = None
     """None: no dropout"""
+    remat_layers: bool = False
+    """recompute everything inside a layer in the backward pass"""
 
 
 class ContextFuser(nnx.Module):
@@ -170,7 +172,11 @@ class DraftModel(nnx.Module):
         entropies = []
         for layer, (k_BGTE, v_BGTE) in zip(self.layers, context, strict=True):
             is_ring = ring and layer.self_attn.window is not None
-            x_BAKD, entropy_BA = layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
+
+            def run(layer: DraftLayer, x_BAKD: Array, k_BGTE: Array, v_BGTE: Array, is_ring: bool = is_ring) -> tuple[Array, Array]:
+                return layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
+
+            x_BAKD, entropy_BA = (jax.checkpoint(run) if execution.remat_layers else run)(layer, x_BAKD, k_BGTE, v_BGTE)
             entropies.append(entropy_BA)
         return self.norm(x_BAKD), entropies
 

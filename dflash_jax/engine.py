@@ -363,7 +363,8 @@ class Engine:
             slot.newest = max(slot.newest, length + self._block_size - 3)  # the last pass began at length - 2 at most
             new = seen.tokens_BW[slot.row, : length - since_B[slot.row]].tolist()
             if seen.audit is not None and request.sampling.temperature_B[0] > 0:
-                request.audit_sums = tuple(float(sum_B[slot.row]) for sum_B in seen.audit)
+                score, variance, tokens = (float(sum_B[slot.row]) for sum_B in seen.audit)
+                request.audit_sums = (score, variance, tokens)
             if request.add(new, _stats(seen, slot.row, length - len(request.prompt))):
                 stopped.append(slot)
             elif done:
@@ -385,7 +386,8 @@ class Engine:
         request = slot.request
         assert request is not None
         slot.old_text, slot.request, slot.used = slot.text, None, self._clock
-        self._audit_sums = tuple(map(sum, zip(self._audit_sums, request.audit_sums, strict=True)))
+        score, variance, tokens = (a + b for a, b in zip(self._audit_sums, request.audit_sums, strict=True))
+        self._audit_sums = (score, variance, tokens)
         request.finish(reason)
 
 

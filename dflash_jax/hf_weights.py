@@ -5,7 +5,7 @@ layers.3.self_attn.q_proj.weight. Linear kernels are [in, out] here and [out, in
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -217,8 +217,8 @@ def safetensors_tensors(folder: Path) -> list[Tensor]:
     return list(found.values())
 
 
-def model_folder(path: str | Path) -> Path:
-    """The local folder of a model: the path itself, or the hub's files in the local cache, downloaded when needed.
+def model_folder(path: str | Path, files: Sequence[str] | None = None) -> Path:
+    """The local folder of a model: the path itself, or the hub's files (all or `files`) in the local cache, downloaded when needed.
 
     Raises `CheckpointError` when it is neither a folder nor reachable on the hub.
     """
@@ -232,7 +232,7 @@ def model_folder(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(str(path), allow_patterns=list(files or _HUB_FILES)))
     except Exception as error:  # many kinds: no network, no such model, gated, disk full
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(

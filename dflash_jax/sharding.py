@@ -1,11 +1,14 @@
 """Where arrays live: one rules table from logical axes to mesh axes. One device is a 1x1x1 mesh on the same path."""
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from dflash_jax.config import MeshConfig
 from dflash_jax.errors import ConfigError
@@ -73,6 +76,41 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree.map(one, tree, is_leaf=_is_variable)
+
+
+def collected(params: Any, mesh: Mesh, dtype: str) -> Any:
+    """Parameters whose parts along `fsdp` are brought together, kernels in `dtype`, as products of whole rows read them. Gradients
+    are split again (summed in the parameters' own dtype).
+
+    Left to itself, XLA multiplies a device's part of a kernel by all devices' rows and adds up what comes out, which holds every
+    activation whole on every device.
+    """
+
+    def one(leaf: Any) -> Any:
+        parts = spec(leaf.shape, leaf.logical, mesh) if _is_variable(leaf) else PartitionSpec()
+        if mesh.shape["fsdp"] == 1 or "fsdp" not in parts:
+            return leaf
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
+        operand = leaf.dtype if "vocab" in leaf.logical else jnp.dtype(dtype)  # rows of an embedding are read as they are
+        return leaf.replace(_collect(leaf[...], NamedSharding(mesh, whole), NamedSharding(mesh, parts), operand))
+
+    return jax.tree.map(one, params, is_leaf=_is_variable)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _collect(x: Array, whole: NamedSharding, parts: NamedSharding, dtype: Any) -> Array:
+    return jax.lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
+
+
+def _collect_fwd(x: Array, whole: NamedSharding, parts: NamedSharding, dtype: Any) -> tuple[Array, None]:
+    return _collect(x, whole, parts, dtype), None
+
+
+def _collect_bwd(whole: NamedSharding, parts: NamedSharding, dtype: Any, _: None, grad: Array) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(grad, parts),)
+
+
+_collect.defvjp(_collect_fwd, _collect_bwd)
 
 
 def mesh_of(params: Any) -> Mesh | None:

@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.objectives import Objective
-from dflash_jax.sharding import BATCH, shardings
+from dflash_jax.sharding import BATCH, collected, shardings
 from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
@@ -71,24 +71,24 @@ TrainStep = Callable[[TrainState, Any, Batch, Array | None], tuple[TrainState, S
 
 
 def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...], last: bool = False) -> Float[Array, "B T M"]:
-    """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D]. Documents of
-    packed rows do not see each other.
+    """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D].
 
-    Raises `ConfigError` for packed rows when the target cannot keep their documents apart.
+    Documents of packed rows do not see each other; raises `ConfigError` when the target cannot keep them apart.
     """
-    if batch.doc_BT is not None:
-        if not isinstance(target, PackableTarget):
-            raise ConfigError(
-                f"{type(target).__name__} has no read_documents, which keeps the documents of a packed row apart: "
-                "set data.packing false, or add it (`PackableTarget`)"
-            )
-        starts_BT = document_starts(batch.doc_BT)
-        hidden_BTD, taps_BTM = target.read_documents(jax.lax.stop_gradient(params), batch.tokens_BT, starts_BT, taps)
+    params = jax.lax.stop_gradient(params)
+    if isinstance(target, PackableTarget):
+        starts_BT = document_starts(batch.doc_BT) if batch.doc_BT is not None else jnp.zeros_like(batch.tokens_BT)
+        hidden_BTD, taps_BTM = target.read_documents(params, batch.tokens_BT, starts_BT, taps)
         return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
+    if batch.doc_BT is not None:
+        raise ConfigError(
+            f"{type(target).__name__} has no read_documents, which keeps the documents of a packed row apart: "
+            "set data.packing false, or add it (`PackableTarget`)"
+        )
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)
-    hidden_BTD, taps_BTM, _ = target.extend(jax.lax.stop_gradient(params), batch.tokens_BT, positions_BT, cache, taps)
+    hidden_BTD, taps_BTM, _ = target.extend(params, batch.tokens_BT, positions_BT, cache, taps)
     return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
 
 
@@ -111,7 +111,7 @@ def block_loss(
     train, model = config.train, drafter.config
     frozen = jax.lax.stop_gradient(target_params)
     dropout_key, vocabulary_key = jax.random.split(key)
-    execution = Execution(train.anchor_chunk, train.remat, dropout_key if model.dropout else None)
+    execution = Execution(train.anchor_chunk, train.remat, dropout_key if model.dropout else None, train.remat_layers)
 
     def embed(tokens: Array) -> Array:
         return target.embed(frozen, tokens)
@@ -207,6 +207,8 @@ def make_train_step(
 
     def micro_sums(params: Any, target_params: Any, part: tuple[Batch, Blocks, Array | None], key: Array) -> tuple[Array, Any]:
         batch, blocks, taps_BTM = part
+        params = collected(params, mesh, drafter.config.dtype)
+        target_params = collected(target_params, mesh, target.config.dtype)
         if taps_BTM is None:
             taps_BTM = target_features(target, target_params, batch, taps, last)
         if taps_BTM.shape[-1] != width + hidden:
@@ -232,7 +234,9 @@ def make_train_step(
         def add(total: Any, part_and_index: tuple[Any, Array]) -> tuple[Any, None]:
             part, index = part_and_index
             key = jax.random.fold_in(rest_key, index)
-            grads, aux = jax.grad(micro_sums, has_aux=True)(state.params, target_params, part, key)
+            # Bound to the micro-batch, else XLA collects every kernel before the loop and holds all of them in it.
+            params, frozen, part = jax.lax.optimization_barrier((state.params, target_params, part))
+            grads, aux = jax.grad(micro_sums, has_aux=True)(params, frozen, part, key)
             return jax.tree.map(jnp.add, total, (grads, aux)), None
 
         if micro == 1:

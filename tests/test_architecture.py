@@ -18,7 +18,7 @@ MAX_LINES = 400
 # A module imports only modules of the rows above its own, so a new import between neighbours needs a new row.
 # A folder is one name: its files may import each other.
 LAYERS = [
-    ["errors", "topics", "exercises"],
+    ["errors", "topics", "exercises", "program"],
     ["model_config", "lock"],
     ["config"],
     ["layers", "cache", "sampling", "sharding", "audit", "packing"],
@@ -32,7 +32,7 @@ LAYERS = [
     ["hf", "data", "generate", "divergence", "train_step", "metrics"],
     ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring", "request"],
     ["first_drafter", "findings", "slots"],
-    ["trainer", "doctor", "engine"],
+    ["trainer", "doctor", "engine", "aot"],
     ["__init__"],
     ["__main__", "train", "serve"],
 ]

@@ -215,6 +215,18 @@ def test_cached_equals_loops(changes):
     np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT, **changes), rtol=1e-5, atol=1e-5)
 
 
+def test_cached_in_chunks_equals_loops(monkeypatch):
+    """Three queries in chunks of two: the last chunk is padded."""
+    monkeypatch.setattr("dflash_jax.attention.QUERY_CHUNK", 2)
+    args, positions_BT, changes = (
+        cached_inputs(),
+        np.array([[0, 3, 6], [2, 5, 1]], np.int32),
+        {"window": 3, "scale": 0.7, "cap": 1.5},
+    )
+    ours = jax.jit(partial(cached_attention, dtype="float32", **changes))(*args, jnp.asarray(positions_BT))
+    np.testing.assert_allclose(ours, loop_cached_attention(*args, positions_BT, **changes), rtol=1e-5, atol=1e-5)
+
+
 def test_cached_rows_that_see_nothing_stay_finite():
     """Padding stands at position -1. Its output means nothing, but it must be finite, forward and backward."""
     positions_BT = jnp.asarray([[-1, 0, 1], [-1, -1, -1]], jnp.int32)

@@ -135,6 +135,11 @@ def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
 
 
 @pytest.mark.one_cell
+def test_recomputed_layers_change_nothing(plain):
+    assert_same(plain, run_steps(make_rows(), mesh=mesh(2, 2, 2), config=change(remat_layers=True)))
+
+
+@pytest.mark.one_cell
 def test_rows_are_independent_of_padding(plain):
     """What stands in the padding cannot matter."""
     rows = make_rows()

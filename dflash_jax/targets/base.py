@@ -56,12 +56,13 @@ class TrainableTarget(Target, Protocol):
 
 @runtime_checkable
 class PackableTarget(Target, Protocol):
-    """What training on rows of several documents (`data.packing`) asks on top."""
+    """What training on rows of several documents (`data.packing`) asks on top. Training reads other rows by it too, because it has
+    no use for a cache; without it they go through `extend`."""
 
     def read_documents(
         self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
-        """Hidden states and taps of whole rows, as `extend` gives them for each document alone.
+        """Hidden states and taps of whole rows, as `extend` gives them for each document alone. Those of padding mean nothing.
 
         The document of slot t begins at slot `starts_BT[:, t]`: slot t has position t - start and sees the slots start..t.
         """

@@ -17,6 +17,8 @@ from dflash_jax.model_config import TargetConfig
 
 Rope = tuple[Array, Array] | None
 """cos and sin of a layer, or None for a layer without rotary positions"""
+KeysValues = tuple[Array, ...] | None
+"""a layer's cached keys and values [B, G, C, E]; None: no cache, the tokens are whole rows and see each other only"""
 
 
 class Attention(nnx.Module):
@@ -37,8 +39,8 @@ class Attention(nnx.Module):
         self.scale, self.cap = config.attention_scale, config.attention_softcap
 
     def __call__(
-        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, k_BGCE: Array, v_BGCE: Array
-    ) -> tuple[Array, Array, Array]:
+        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, kv: KeysValues
+    ) -> tuple[Array, KeysValues]:
         """`slots_BT`: where in the cache each token belongs. It sees the slots from its start (None: 0) to its own."""
 
         def heads(x: Array) -> Array:
@@ -49,8 +51,10 @@ class Attention(nnx.Module):
             q_BTHE, k_BTGE = self.q_norm(q_BTHE), self.k_norm(k_BTGE)
         if rope is not None:
             q_BTHE, k_BTGE = apply_rope(q_BTHE, rope), apply_rope(k_BTGE, rope)
-        k_BGCE = write(k_BGCE, k_BTGE, slots_BT)
-        v_BGCE = write(v_BGCE, v_BTGE, slots_BT)
+        if kv is None:
+            k_BGCE, v_BGCE = (jnp.swapaxes(x, 1, 2).astype(self.dtype) for x in (k_BTGE, v_BTGE))
+        else:
+            k_BGCE, v_BGCE = kv = tuple(write(old, new, slots_BT) for old, new in zip(kv, (k_BTGE, v_BTGE), strict=True))
         out_BTHE = cached_attention(
             q_BTHE,
             k_BGCE,
@@ -62,7 +66,7 @@ class Attention(nnx.Module):
             cap=self.cap,
             starts_BT=starts_BT,
         )
-        return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), k_BGCE, v_BGCE
+        return self.o_proj(out_BTHE.reshape(*out_BTHE.shape[:2], -1)), kv
 
 
 class DecoderLayer(nnx.Module):
@@ -93,16 +97,16 @@ class DecoderLayer(nnx.Module):
         self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, k_BGCE: Array, v_BGCE: Array
-    ) -> tuple[Array, Array, Array]:
+        self, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, kv: KeysValues
+    ) -> tuple[Array, KeysValues]:
         scale = jnp.float32(self.residual_scale)
-        mixed_BTD, k_BGCE, v_BGCE = self.self_attn(self.input_layernorm(x_BTD), rope, slots_BT, starts_BT, k_BGCE, v_BGCE)
+        mixed_BTD, kv = self.self_attn(self.input_layernorm(x_BTD), rope, slots_BT, starts_BT, kv)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x_BTD = x_BTD + scale * mixed_BTD
-            return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), k_BGCE, v_BGCE
+            return x_BTD + scale * self.mlp(self.post_attention_layernorm(x_BTD)), kv
         x_BTD = x_BTD + scale * self.post_attention_layernorm(mixed_BTD)
         out_BTD = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_BTD)))
-        return x_BTD + scale * out_BTD, k_BGCE, v_BGCE
+        return x_BTD + scale * out_BTD, kv
 
 
 class DenseDecoder(nnx.Module):
@@ -156,15 +160,18 @@ class DenseTarget:
         self, params: Any, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: KVCache, taps: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"], KVCache]:
         """See `Target.extend`. Tap i is the output of layer i before any final norm (Hugging Face `hidden_states[i + 1]`)."""
-        return self._forward(params, tokens_BT, positions_BT, positions_BT, None, cache, taps)
+        caches: list[KeysValues] = list(zip(cache.keys, cache.values, strict=True))
+        hidden_BTD, taps_BTM, caches = self._forward(params, tokens_BT, positions_BT, positions_BT, None, caches, taps)
+        keys, values = zip(*(kv for kv in caches if kv is not None), strict=True)
+        return hidden_BTD, taps_BTM, KVCache(keys, values)
 
     def read_documents(
         self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
         """See `PackableTarget.read_documents`."""
         slots_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-        cache = self.init_cache(*tokens_BT.shape)
-        return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, cache, taps)[:2]
+        no_caches: list[KeysValues] = [None] * self.config.num_layers
+        return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, no_caches, taps)[:2]
 
     def _forward(
         self,
@@ -173,23 +180,21 @@ class DenseTarget:
         positions_BT: Array,
         slots_BT: Array,
         starts_BT: Array | None,
-        cache: KVCache,
+        caches: list[KeysValues],
         taps: tuple[int, ...],
-    ) -> tuple[Array, Array, KVCache]:
-        """Hidden states, taps and cache of tokens at positions (for rotary tables) that lie in cache slots."""
+    ) -> tuple[Array, Array, list[KeysValues]]:
+        """Hidden states, taps and grown caches of tokens at positions (for rotary tables) that lie in cache slots."""
         if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
             raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
-        model = nnx.merge(self.graphdef, params)
         x_BTD = self.embed(params, tokens_BT)
-        keys, values, outputs = [], [], []
-        ropes = self._ropes(positions_BT)
-        for layer, rope, k_BGCE, v_BGCE in zip(model.layers, ropes, cache.keys, cache.values, strict=True):
-            x_BTD, k_BGCE, v_BGCE = layer(x_BTD, rope, slots_BT, starts_BT, k_BGCE, v_BGCE)
-            keys.append(k_BGCE)
-            values.append(v_BGCE)
+        model = nnx.merge(self.graphdef, params)
+        grown, outputs = [], []
+        for layer, rope, kv in zip(model.layers, self._ropes(positions_BT), caches, strict=True):
+            x_BTD, kv = layer(x_BTD, rope, slots_BT, starts_BT, kv)
+            grown.append(kv)
             outputs.append(x_BTD)
         taps_BTM = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else jnp.zeros((*tokens_BT.shape, 0), jnp.float32)
-        return model.norm(x_BTD), taps_BTM, KVCache(tuple(keys), tuple(values))
+        return model.norm(x_BTD), taps_BTM, grown
 
     def embed(self, params: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         rows = params["embed_tokens"][...][tokens].astype(jnp.float32)

@@ -1,0 +1,268 @@
+"""`python -m dflash_jax aot`: compile a run's programs for devices that need not be there, and report what they would take.
+
+Nothing is allocated: parameters, state and batch are shapes with shardings. TPUs are compiled for by libtpu's own compiler.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.config import Config, read_json
+from dflash_jax.decode import decode, prefill, prefill_lengths
+from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
+from dflash_jax.errors import ConfigError
+from dflash_jax.first_drafter import drafter_config
+from dflash_jax.generate import STOP_SLOTS
+from dflash_jax.gguf import embedded_model_path, read_gguf
+from dflash_jax.hf import EMBEDDED_NAME
+from dflash_jax.hf_config import target_config
+from dflash_jax.hf_drafter import config_from_json
+from dflash_jax.hf_weights import model_folder
+from dflash_jax.model_config import DFlashConfig, TargetConfig
+from dflash_jax.optim import optimizer
+from dflash_jax.program import Sent, collectives, product_flops
+from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions, shardings
+from dflash_jax.targets import DenseTarget
+from dflash_jax.targets.dense import abstract_decoder
+from dflash_jax.train_step import Batch, init_state, make_train_step
+
+GIB = 2**30
+HBM = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32}
+"""GiB a chip, by device kind, as Google Cloud's pages on TPU v4, v5e, v5p and v6e (Trillium) give them"""
+EXAMPLES = "v5e:4x4, v5p:2x2x2, v6e:2x4 or cpu:8"
+Programs = Literal["train", "decode", "both"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One compiled program. Bytes and collectives are those of one device."""
+
+    name: str
+    seconds: float
+    """it took to compile"""
+    arguments: dict[str, int]
+    """bytes by kind, whether this program reads them or not"""
+    memory: dict[str, int]
+    """bytes: arguments, outputs, aliased (outputs that take an argument's place), temporaries, code, unread (held, but not read by
+    this program); total"""
+    product_flops: int
+    """in matrix products, loops counted in full (a decoding loop: one round); the whole program's, divided by the devices"""
+    compiler: dict[str, float]
+    """flops and bytes accessed as the compiler counts them: the body of a loop once"""
+    sent: dict[str, Sent]
+
+
+def aot(config: Config, topology: str, programs: Programs, rows: int, prompt_length: int, memory_gib: float | None) -> int:
+    """Report the train step, or prefill and decode chunk, or all three; returns 1 when one of them does not fit.
+
+    Args:
+        topology: `v5p:2x2x2` and the like (chip and shape of the slice), or `cpu:N`: N fake CPU devices.
+        rows, prompt_length: of the decoded batch; decode.max_new_tokens says how long answers get.
+        memory_gib: what a device has; None takes that of its kind.
+    Raises:
+        ConfigError: libtpu is missing, the topology is unknown, or the config does not fit it.
+        CheckpointError: the target's config is missing or unsupported.
+    """
+    if rows < 1 or prompt_length < 1:
+        raise ConfigError(f"--rows {rows} and --prompt_length {prompt_length} must be at least 1")
+    devices = topology_devices(topology)
+    mesh = make_mesh(config.mesh, devices)
+    kind = devices[0].device_kind
+    if memory_gib is None and kind in HBM:
+        memory_gib = HBM[kind] * len({tuple(device.coords) for device in devices}) / len(devices)  # v4: two devices a chip
+    room = "of unknown memory (give --memory_gib to judge)" if memory_gib is None else f"of {memory_gib:g} GiB"
+    print(f"{topology}: {len(devices)} devices ({kind}) {room}; mesh {dict(mesh.shape)}", flush=True)
+    sizes = _described_target(config)
+    drafter = _described_drafter(config, sizes)
+    target = DenseTarget(sizes, _split(abstract_decoder(sizes), sizes.dtype, mesh))
+    for line in replicated_dimensions((target.params, nnx.state(abstract_drafter(drafter), nnx.Param)), mesh):
+        print(line)
+    fits, lines = True, []
+    try:
+        for report in _reports(config, target, drafter, mesh, programs, rows, prompt_length):
+            fit = None if memory_gib is None else report.memory["total"] <= memory_gib * GIB
+            fits &= fit is not False
+            print(_text(report, memory_gib, fit), flush=True)
+            sent = {kind: sent._asdict() for kind, sent in report.sent.items()}
+            lines.append(dataclasses.asdict(report) | {"sent": sent, "fits": fit})
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fits = False
+        print(f"the compiler says that it does NOT fit: {' '.join(str(error).split())[:400]}")
+    print(json.dumps({"topology": topology, "devices": len(devices), "memory_gib": memory_gib, "fits": fits, "programs": lines}))
+    return 0 if fits else 1
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """The devices of `KIND:SHAPE`: fake CPU devices, or descriptions of TPUs. Raises `ConfigError`."""
+    jax.config.update("jax_platforms", "cpu")  # no accelerator of this machine is needed, nor held up
+    kind, _, shape = topology.partition(":")
+    if kind == "cpu" and shape.isdecimal() and int(shape):
+        with contextlib.suppress(RuntimeError):  # jax has started already, with the devices that it has
+            jax.config.update("jax_num_cpu_devices", int(shape))
+        devices = jax.devices("cpu")
+        if len(devices) < int(shape):
+            raise ConfigError(f"--topology {topology}: jax has started with {len(devices)} CPU devices: use a process of its own")
+        return devices[: int(shape)]
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--topology {topology} needs TPU's compiler: run `pip install 'dflash_jax[tpu]'` (no TPU is needed), or give cpu:N"
+        )
+    # No TPU is asked for, so libtpu must neither look for one nor lock it.
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--topology {topology} is unknown to libtpu ({reason}): give a slice such as {EXAMPLES}") from None
+
+
+def _described_target(config: Config) -> TargetConfig:
+    """The target's sizes, without its weights: a hub id's config.json is all that is fetched."""
+    path, dtype = config.target.path, config.target.dtype
+    if path == EMBEDDED_NAME or path.endswith(".gguf"):
+        file = embedded_model_path() if path == EMBEDDED_NAME else Path(path)
+        return dataclasses.replace(read_gguf(file).target_config, dtype=dtype)
+    return target_config(model_folder(path, ("config.json", "generation_config.json")), dtype)
+
+
+def _described_drafter(config: Config, target: TargetConfig) -> DFlashConfig:
+    """The drafter that training would start with."""
+    asked, size = config.drafter, config.drafter.draft_vocab_size
+    few = {"draft_token_ids": tuple(range(size))} if size else {}  # which ones, only the text says
+    if config.train.init != "loaded":
+        return dataclasses.replace(drafter_config(config, target), **few)  # type: ignore[arg-type]
+    if asked.path is None:
+        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
+    where = str(model_folder(asked.path, ("config.json",)) / "config.json")
+    loaded = config_from_json(read_json(where), where, target)
+    check_drafter_fits(loaded, target)
+    return dataclasses.replace(loaded, dtype=asked.dtype, dropout=asked.dropout, **few)  # type: ignore[arg-type]
+
+
+def _reports(
+    config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh, programs: Programs, rows: int, prompt_length: int
+) -> Iterator[Report]:
+    """The reports of what is asked for, each as soon as it is there."""
+    if programs != "decode":
+        yield _train_step(config, target, drafter, mesh)
+    if programs == "train":
+        return
+    # Decoding, as served: the drafter in the target's dtype.
+    drafter = dataclasses.replace(drafter, dtype=target.config.dtype)
+    params = _split(abstract_drafter(drafter), drafter.dtype, mesh)
+    models = {"target": target, "drafter": Drafter(drafter, params)}
+    block = config.decode.block_size or drafter.block_size
+    padded, capacity = prefill_lengths([prompt_length], config.decode.max_new_tokens, block)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def integers(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=everywhere)
+
+    prompts = (integers(rows, padded), integers(rows), integers(rows), integers(rows, STOP_SLOTS))
+    traced = prefill.trace(target.params, params, *prompts, None, block_size=block, capacity=capacity, **models)
+    arguments = {"target": target.params, "drafter": params}
+    report, compiled = _compiled(f"prefill ({rows} rows of {padded})", traced, arguments, mesh)
+    yield report
+    state = jax.tree.map(_placed, traced.out_info, compiled.output_shardings)
+    traced = decode.trace(target.params, params, state, integers(), **models)
+    arguments["caches"] = (state.target_cache, state.draft_cache)
+    yield _compiled(f"decode chunk ({rows} rows, blocks of {block}, caches of {capacity})", traced, arguments, mesh)[0]
+
+
+def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh) -> Report:
+    rows, data = config.data.batch_size, config.data
+    length = max(data.buckets) if data.packing else min(bucket for bucket in data.buckets if bucket >= data.max_length)
+    params = _split(abstract_drafter(drafter), "float32", mesh)
+    sizes_M = jnp.ones((len(drafter.target_layer_ids) * drafter.target_hidden_dim,), jnp.float32)
+    tx = optimizer(config.optim, config.train.steps or 1000, sizes_M)
+    step: Any = make_train_step(config, target, Drafter(drafter, params), tx, mesh)
+    state = jax.eval_shape(lambda params: init_state(Drafter(drafter, params), tx, mesh, config.optim.ema > 0), params)
+    state = jax.tree.map(_placed, state, shardings(state, mesh))
+    by_row = NamedSharding(mesh, BATCH)
+
+    def shape(dtype: Any, *sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=by_row)
+
+    documents = shape(jnp.int32, rows, length) if data.packing else None
+    batch = Batch(shape(jnp.int32, rows, length), shape(bool, rows, length), shape(jnp.int32, rows), documents)
+    # kept features come from a program of their own
+    width = len(sizes_M) + (target.config.hidden_size if config.train.loss != "ce" else 0)
+    taps = shape(jnp.float32, rows, length, width) if config.train.features == "memory" else None
+    micro, anchors = config.optim.accumulation, config.train.anchors_per_row
+    name = f"train step ({rows} rows of {length} in {micro} micro-batches, {anchors} blocks of {drafter.block_size} a row)"
+    arguments = {"target": target.params, "drafter": state.params, "optimizer": state.opt_state, "batch": (batch, taps)}
+    return _compiled(name, step.trace(state, target.params, batch, taps), arguments, mesh)[0]
+
+
+def _compiled(name: str, traced: Any, arguments: dict[str, Any], mesh: Mesh) -> tuple[Report, Any]:
+    started = time.perf_counter()
+    platform = mesh.devices.flat[0].platform
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    seconds = time.perf_counter() - started
+    m, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory = {
+        "arguments": m.argument_size_in_bytes,
+        "outputs": m.output_size_in_bytes,
+        "aliased": m.alias_size_in_bytes,
+        "temporaries": m.temp_size_in_bytes,
+        "code": m.generated_code_size_in_bytes,
+    }
+    by_kind = {kind: sum(_part(x) for x in jax.tree.leaves(tree)) for kind, tree in arguments.items()}
+    memory["unread"] = max(sum(by_kind.values()) - memory["arguments"], 0)  # the target's layers above its last tap
+    memory["total"] = sum(memory.values()) - 2 * memory["aliased"]
+    counted = {kind: float(cost.get(kind, 0.0)) for kind in ("flops", "bytes accessed")}
+    flops = product_flops(traced.jaxpr.jaxpr) // mesh.size
+    return Report(name, seconds, by_kind, memory, flops, counted, collectives(compiled.as_text())), compiled
+
+
+def _split(abstract: nnx.Module, dtype: str, mesh: Mesh) -> Any:
+    """Shapes of a model's parameters, spread over the mesh by the rules."""
+    params = nnx.state(abstract, nnx.Param)
+    return jax.tree.map(lambda x, sharding: _placed(x, sharding, dtype), params, shardings(params, mesh))
+
+
+def _placed(x: Any, sharding: Any, dtype: Any = None) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype or x.dtype), sharding=sharding)
+
+
+def _part(x: Any) -> int:
+    """Bytes of one device's part of an array."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _text(report: Report, memory_gib: float | None, fit: bool | None) -> str:
+    """The report for people."""
+
+    def gib(parts: dict[str, int]) -> str:
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+
+    sent = ", ".join(f"{kind} {n} ({size / 1e9:.2f} GB)" for kind, (n, size) in report.sent.items()) or "none"
+    verdict = {None: "", True: f"fits in {memory_gib} GiB", False: f"does NOT fit in {memory_gib} GiB"}[fit]
+    lines = [
+        f"{report.name}; compiled in {report.seconds:.0f} s. Of one device:",
+        f"  memory (GiB): {gib(report.memory)}",
+        f"  of the arguments: {gib(report.arguments)}",
+        f"  matrix products, loops in full: {report.product_flops / 1e12:.3f} TFLOP",
+        f"  by the compiler, loop bodies once: {report.compiler['flops'] / 1e12:.3f} TFLOP, "
+        f"{report.compiler['bytes accessed'] / 1e9:.2f} GB accessed",
+        f"  collectives, loops in full: {sent}",
+        *([f"  {verdict}"] if verdict else []),
+    ]
+    return "\n".join(lines)

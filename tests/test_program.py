@@ -1,0 +1,89 @@
+"""Collectives read from a program's text, and operations counted in its trace, against what is counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.layers import product
+from dflash_jax.program import collectives, product_flops
+
+pytestmark = pytest.mark.one_cell
+
+TEXT = """
+HloModule jit_step, entry_computation_layout={()->f32[]}
+
+%body.1 (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %gathered = bf16[16,8]{1,0:T(8,128)(2,1)} all-gather(%x), dimensions={0}
+  ROOT %t = (s32[], f32[4,8]) tuple(%i, %gathered)
+}
+
+%condition.1 (p: (s32[], f32[4,8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5)
+  %i.1 = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[] compare(%i.1, %limit), direction=LT
+}
+
+%inner_body (p: (s32[])) -> (s32[]) {
+  ROOT %sums = (f32[4]{0}, f32[2,2]{1,0}, pred[3]) all-reduce(%a, %b, %c), to_apply=%add
+}
+
+%outer_body (p: (s32[])) -> (s32[]) {
+  ROOT %inner = (s32[]) while(%q), condition=%unknown, body=%inner_body, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%unknown (p: (s32[])) -> pred[] {
+  %constant.9 = s32[] constant(7)
+  %some = pred[] compare(%i.2, %constant.9), direction=LT
+  ROOT %both = pred[] and(%some, %other)
+}
+
+%wrapped (p: f32[8]) -> f32[8] {
+  ROOT %scattered = f32[8]{0} reduce-scatter(%p), dimensions={0}
+}
+
+%likely (p: f32[2]) -> f32[2] {
+  ROOT %moved = f32[2]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+
+ENTRY %main (a: f32[4,8]) -> f32[] {
+  %while.1 = (s32[], f32[4,8]) while(%init), condition=%condition.1, body=%body.1
+  %while.2 = (s32[]) while(%init.2), condition=%unknown, body=%outer_body
+  %start = (f32[4,8], f32[16,8]) all-gather-start(%a), dimensions={0}
+  %done = f32[16,8]{1,0} all-gather-done(%start)
+  %async = ((f32[8]), f32[8], s32[]) async-start(%b), calls=%wrapped
+  %async.1 = f32[8] async-done(%async), calls=%wrapped
+  ROOT %c = f32[2] conditional(%flag, %x, %y), branch_computations={%likely, %likely}
+}
+"""
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+    assert collectives(TEXT) == {
+        "all-gather": (5 + 1, 5 * 16 * 8 * 2 + 16 * 8 * 4),  # five times in bfloat16, and the finished one in float32
+        "all-reduce": (3 * 3, 3 * (16 + 16 + 3)),  # an unknown number of rounds counts once
+        "reduce-scatter": (1, 8 * 4),
+        "collective-permute": (2, 2 * 2 * 4),
+    }
+
+
+def test_products_are_counted_loops_in_full():
+    def step(x, w, n):
+        def layer(x, _):
+            return product("nd,df->nf", x, w, "float32"), None
+
+        x, _ = jax.lax.scan(layer, x, length=3)
+        x = jax.lax.fori_loop(0, n, lambda _, x: x @ w, x)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: (x @ w).sum(), lambda x: x.sum(), x)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8), (8, 8))] + [jax.ShapeDtypeStruct((), jnp.int32)]
+    one = 2 * 4 * 8 * 8
+    assert product_flops(jax.make_jaxpr(step)(*shapes).jaxpr) == (3 + 1 + 1) * one
+
+
+def test_a_gradient_costs_two_products_more():
+    def loss(w, x):
+        return product("nd,df->nf", x, w, "bfloat16").sum()
+
+    w, x = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr
+    assert product_flops(jaxpr) == 3 * 2 * 4 * 8 * 16
