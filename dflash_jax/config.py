@@ -154,7 +154,7 @@ class TrainConfig:
     save_every: int = 200
     """steps between checkpoints"""
     keep: int = 2
-    """checkpoints kept"""
+    """newest checkpoints kept; the one with the best acceptance length on held-out prompts is kept beside them"""
     eval_every: int = 200
     """steps between real decodes of held-out prompts; 0 never"""
     eval_max_new_tokens: int = 96

@@ -249,23 +249,27 @@ class _Loop:
                     writer.write(step, line)
                     bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
                     window = []
+                tau = None
                 if self.heldout and (due or step % train.eval_every == 0):
                     decoded = self._decode(state)
+                    tau = decoded["eval_acceptance_length"]
                     writer.write(step, {"step": step} | decoded)
-                    bar.write(
-                        f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} (pooled) on held-out prompts"
-                    )
-                if due or step % train.save_every == 0:
+                    bar.write(f"step {step}: acceptance length {tau:.3f} (pooled) on held-out prompts")
+                if due or step % train.save_every == 0 or self._is_best(tau):
                     if pending is not None:  # never save a state whose loss has not been seen to be finite
                         window.append(self._read(*pending))
                         pending = None
-                    self.checkpoints.save(state, position, self.identity, self.merged_config)
+                    self.checkpoints.save(state, position, self.identity, self.merged_config, tau)
             if step < self.steps:
                 if pending is not None:
                     self._read(*pending)
                 self.checkpoints.save(state, position, self.identity, self.merged_config)
                 return state, False
         return state, True
+
+    def _is_best(self, tau: float | None) -> bool:
+        best = self.checkpoints.best
+        return tau is not None and (best is None or tau >= best[1])
 
     def _features(self, raw: dict[str, Any]) -> Any:
         """Kept target features of the rows, or None when the step computes them itself."""

@@ -19,7 +19,7 @@ MAX_LINES = 400
 # A folder is one name: its files may import each other.
 LAYERS = [
     ["errors", "topics", "exercises"],
-    ["model_config", "lock"],
+    ["model_config", "lock", "distributed"],
     ["config"],
     ["layers", "cache", "sampling", "sharding", "audit"],
     ["attention", "blocks"],

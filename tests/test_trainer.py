@@ -303,15 +303,15 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path, monkeypatch, save_every,
 @pytest.mark.one_cell
 def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
     """The second save fails; the first one is whole and the run goes on from it to the same end."""
-    save = ocp.CheckpointManager.save
+    save = ocp.Checkpointer.save
 
-    def full(self, step, *args, **kwargs):
-        if step == 4:
+    def full(self, folder, *args, **kwargs):
+        if folder.name == "4":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, step, *args, **kwargs)
+        return save(self, folder, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "save", full)
+        patch.setattr(ocp.Checkpointer, "save", full)
         with pytest.raises(CheckpointError, match=r"step 4 could not be written .*No space left.* newest .* is step 2"):
             trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
     assert not (tmp_path / "r" / "drafter").exists()
@@ -342,6 +342,9 @@ def test_tau_rises(tmp_path):
     losses, real = ([line[name] for line in lines if name in line] for name in ("loss", "eval_acceptance_length"))
     estimated = [line["acceptance_length"] for line in lines if "loss" in line]
     assert losses == sorted(losses, reverse=True)
+    best = max(range(4), key=lambda i: (real[i], i))
+    kept = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
+    assert {"160", str(40 * best + 40)} <= kept, "the newest and the best"
     assert estimated[-1] > 2.5 > estimated[0], estimated
     assert real[-1] > 2.5, real
     assert real[-1] > real[0]
