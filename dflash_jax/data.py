@@ -46,7 +46,7 @@ class ConversationDataset:
     JSONL lines hold `messages` and optionally `finish_reason` and `answer_tokens` (see `tokenize_conversation`). Rows longer than
     `max_length` are cut, rows with nothing to learn from are dropped; `report` counts both.
 
-    A batch is a dict of numpy arrays, its rows this process's share of `batch_size`:
+    A batch is a dict of numpy arrays, its rows those of `batch_size` that `process_rows` names (None: this process's equal share):
     tokens_BT int32 (padded with `pad_token_id`), loss_mask_BT bool (False on padding), length_B int32, and id_B int32, the place of
     the row among all lines read, from 0. A filler row (id -1) has length 1 and no loss. T is one of `config.buckets`, the same on
     all processes at a step.
@@ -62,11 +62,13 @@ class ConversationDataset:
         process_index: int = 0,
         process_count: int = 1,
         vocab_size: int | None = None,
+        process_rows: np.ndarray | None = None,
     ) -> None:
         _check(config, process_count)
         self.config, self.pad_token_id = config, pad_token_id
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        self.process_index, self.process_count = process_index, process_count
+        share = config.batch_size // process_count
+        self.process_rows = np.arange(share) + process_index * share if process_rows is None else process_rows
         self.buckets = tuple(sorted(config.buckets))
         self.report = dict.fromkeys(("read", "kept", "cut", NO_ANSWER, TOO_SHORT, "tokens", "supervised_tokens"), 0)
         self._tokens: list[np.ndarray] = []
@@ -120,8 +122,7 @@ class ConversationDataset:
         """The batch of a step, counted from 0 over all epochs."""
         epoch, index = divmod(step, self.batches_per_epoch)
         bucket, rows = self._cached_plan(epoch)[index]
-        share = self.config.batch_size // self.process_count
-        return self._padded(rows[self.process_index * share : (self.process_index + 1) * share], self.buckets[bucket])
+        return self._padded(rows[self.process_rows], self.buckets[bucket])
 
     def sample(self) -> dict[str, np.ndarray]:
         """The rows of the first batch, all of them on every process: typical text to measure sizes on."""

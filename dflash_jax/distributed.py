@@ -1,10 +1,67 @@
 """Several processes as one run: agreements between them, and what only the first of them does. One process needs no network."""
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from dflash_jax.config import DistributedConfig
+from dflash_jax.errors import ConfigError
+
+
+def initialize(config: DistributedConfig) -> None:
+    """Join the other processes of the run; nothing to do for one process. To be called before any device is asked for.
+
+    Raises `ConfigError` when it is not said who the others are, or they cannot be reached.
+    """
+    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = _number("num_processes", config.num_processes, "JAX_NUM_PROCESSES")
+    index = _number("process_index", config.process_index, "JAX_PROCESS_ID")
+    if jax.distributed.is_initialized():
+        return
+    if address:
+        if count is None or index is None or not 0 <= index < count:
+            raise ConfigError(
+                f"distributed.coordinator is {address}, num_processes {count} and process_index {index}: give how many processes "
+                "there are and which one this is, from 0"
+            )
+        _join(f"the coordinator {address} was not reached", coordinator_address=address, num_processes=count, process_id=index)
+    elif config.detect:
+        _join("the cluster does not say who the other processes are; name distributed.coordinator and the rest")
+    elif count is not None or index is not None:
+        raise ConfigError("distributed.num_processes or process_index is given without distributed.coordinator: give host:port")
+    elif _has_tpu():
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:  # a host of its own, such as a notebook's
+            print(f"warning: no other TPU hosts were found ({error}): this one goes on alone", file=sys.stderr)
+
+
+def _join(problem: str, **who: Any) -> None:
+    try:
+        jax.distributed.initialize(**who)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"{problem} ({error})") from None
+
+
+def _number(name: str, given: int | None, variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if given is not None or not text:
+        return given
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the variable {variable} is {text!r}: make it a number, or give distributed.{name}") from None
+
+
+def _has_tpu() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    devices = Path("/dev")
+    return platforms in ("", "tpu") and any([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
 
 
 def is_main() -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.blocks import Blocks, make_blocks, sample_anchors
@@ -14,7 +14,7 @@ from dflash_jax.config import Config
 from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, Objective, draft_vocabulary, head_loss, sample_vocabulary
-from dflash_jax.sharding import BATCH, shardings
+from dflash_jax.sharding import batch_shards, place_rows, shardings
 from dflash_jax.targets import Target, TrainableTarget
 
 
@@ -117,7 +117,7 @@ def make_train_step(
     devices change the result. `taps` None computes them from the target in each micro-batch.
     """
     rows, micro = config.data.batch_size, config.optim.accumulation
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
     if micro < 1 or rows % (micro * shards):
         raise ConfigError(
             f"data.batch_size {rows} is not a multiple of optim.accumulation {micro} x {shards} devices that hold rows: "
@@ -178,11 +178,12 @@ def make_train_step(
             grad_norm = optax.tree.norm(grads)
         return TrainState(params, opt_state, state.step + 1), StepMetrics(sums, grad_norm, diagnostics)
 
-    return jax.jit(train_step, donate_argnums=0)
+    # every process reads the metrics, so all of them are whole everywhere
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(None, NamedSharding(mesh, PartitionSpec())))
 
 
 def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state of step 0 on the mesh; optimizer moments are sharded like their parameters."""
+    """The state of step 0 on the mesh; optimizer moments are born there, sharded like their parameters."""
 
     def build(params: Any) -> TrainState:
         with jax.numpy_dtype_promotion("standard"):
@@ -194,10 +195,5 @@ def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh) -
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
-    """A batch of this process on the mesh, its rows over the data axes."""
-    sharding = NamedSharding(mesh, BATCH)
-
-    def put(x: Any) -> Array:
-        return jax.make_array_from_process_local_data(sharding, x)
-
-    return Batch(put(batch["tokens_BT"]), put(batch["loss_mask_BT"]), put(batch["length_B"]))
+    """The rows of this process as its part of a batch on the mesh."""
+    return Batch(*(place_rows(batch[name], mesh) for name in ("tokens_BT", "loss_mask_BT", "length_B")))

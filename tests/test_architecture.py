@@ -19,9 +19,9 @@ MAX_LINES = 400
 # A folder is one name: its files may import each other.
 LAYERS = [
     ["errors", "topics", "exercises"],
-    ["model_config", "lock", "distributed"],
+    ["model_config", "lock"],
     ["config"],
-    ["layers", "cache", "sampling", "sharding", "audit"],
+    ["distributed", "layers", "cache", "sampling", "sharding", "audit"],
     ["attention", "blocks"],
     ["targets", "drafter"],
     ["loss", "verify", "tokenizer", "hf_fields", "hf_weights", "prompts", "cli"],
@@ -31,7 +31,7 @@ LAYERS = [
     ["hf_parts"],
     ["hf", "data", "generate", "divergence", "train_step", "metrics"],
     ["checkpoint", "warm_start", "bench", "regenerate", "invariants", "chat", "export", "wiring", "request"],
-    ["first_drafter", "findings", "slots"],
+    ["first_drafter", "findings", "slots", "progress", "stop"],
     ["trainer", "doctor", "engine"],
     ["__init__"],
     ["__main__", "train", "serve"],

@@ -118,7 +118,7 @@ def test_arrays_that_are_no_parameters_are_replicated():
 def test_rows_are_spread_over_data_and_fsdp():
     rows = {"tokens_BT": np.arange(32, dtype=np.int32).reshape(8, 4), "loss_mask_BT": np.ones((8, 4), bool)}
     batch = place_batch(rows | {"length_B": np.full(8, 4, np.int32)}, mesh(2, 2, 2))
-    assert batch.tokens_BT.sharding.spec == P(("data", "fsdp"))
+    assert batch.tokens_BT.sharding.spec == P(("replica", "data", "fsdp"))
     assert {shard.data.shape for shard in batch.tokens_BT.addressable_shards} == {(2, 4)}
     np.testing.assert_array_equal(np.asarray(batch.tokens_BT), rows["tokens_BT"])
 
@@ -126,14 +126,16 @@ def test_rows_are_spread_over_data_and_fsdp():
 def test_mesh_sizes():
     eight = jax.devices()[:8]
     for config, want in [
-        (MeshConfig(), (8, 1, 1)),
-        (MeshConfig(2, -1, 2), (2, 2, 2)),
-        (MeshConfig(1, 1, 8), (1, 1, 8)),
+        (MeshConfig(), (1, 8, 1, 1)),
+        (MeshConfig(2, -1, 2), (1, 2, 2, 2)),
+        (MeshConfig(1, 1, 8), (1, 1, 1, 8)),
+        (MeshConfig(2, 2, 1, replica=-1), (2, 2, 2, 1)),
+        (MeshConfig(-1, 2, 1, replica=4), (4, 1, 2, 1)),
     ]:
         made = make_mesh(config, eight)
         assert tuple(made.shape.values()) == want
         assert set(made.devices.ravel()) == set(eight)
-    assert dict(make_mesh(MeshConfig(), eight[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(MeshConfig(), eight[:1]).shape) == {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
