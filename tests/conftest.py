@@ -26,8 +26,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # tested as users compile it, because its promise of equal tokens is about optimised programs.
 LIGHTLY_COMPILED = {
     "test_audit", "test_bench", "test_checkpoint", "test_drafter", "test_invariants", "test_loss",
-    "test_parity_specforge", "test_parity_zlab", "test_regenerate", "test_sharding", "test_sliding", "test_train_equals_decode",
-    "test_train_step", "test_trainer", "test_warm_start", "test_widths",
+    "test_parity_specforge", "test_parity_zlab", "test_progress", "test_regenerate", "test_sharding", "test_sliding",
+    "test_train_equals_decode", "test_train_step", "test_trainer", "test_warm_start", "test_widths",
 }  # fmt: skip
 
 ORACLES = ("torch", "transformers", "dflash", "speculators", "specforge")

@@ -85,6 +85,22 @@ def launch(folder, config, processes, *options, devices=2):
     return started
 
 
+def scattered_rows():
+    """The rows of this process on a mesh where devices of the processes alternate, which must land where the mesh has them."""
+    import jax
+
+    from dflash_jax.config import MeshConfig
+    from dflash_jax.sharding import make_mesh, place_rows, process_rows
+
+    half = len(jax.devices()) // 2
+    alternating = [jax.devices()[i // 2 + half * (i % 2)] for i in range(2 * half)]
+    mesh = jax.sharding.Mesh(np.reshape(alternating, make_mesh(MeshConfig()).devices.shape), make_mesh(MeshConfig()).axis_names)
+    rows, values = process_rows(mesh, 8), np.arange(24).reshape(8, 3)
+    for shard in place_rows(values[rows], mesh).addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+    return rows.tolist()
+
+
 def main():
     import pytest
 
@@ -96,7 +112,7 @@ def main():
 
         def counted(argv):
             status = train(argv)
-            print(json.dumps({"bytes_read": int(np.sum(reads))}), flush=True)
+            print(json.dumps({"bytes_read": int(np.sum(reads)), "scattered": scattered_rows()}), flush=True)
             return status
 
         run(counted)

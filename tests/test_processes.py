@@ -76,7 +76,9 @@ def test_killed_preempted_and_moved(tmp_path):
     assert {step: after[step] for step in before} == before
 
     total = (Path(tiny_run.target_folder()) / "model.safetensors").stat().st_size
-    read = [json.loads(text.splitlines()[-1])["bytes_read"] for text in said]
+    ends = [json.loads(text.splitlines()[-1]) for text in said]
+    assert [end["scattered"] for end in ends] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    read = [end["bytes_read"] for end in ends]
     assert max(read) < 0.6 * total, "a process reads its half, and norms"
     assert sum(read) > 0.98 * (total - 8192), "together they read all"
 

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import re
 import shutil
 import signal
 from collections import Counter
@@ -127,13 +128,15 @@ def test_metrics(whole):
     for line in lines:
         assert set(line) == {
             "loss", "unweighted_loss", "acceptance_length", "accuracy_per_position", "grad_norm", "anchors_per_second",
-            "tokens_per_second", "step", "learning_rate",
+            "tokens_per_second", "step", "learning_rate", "data_wait_share", "flops_per_second",
         }  # fmt: skip
         assert len(line["accuracy_per_position"]) == 3
         assert all(0 <= share <= 1 for share in line["accuracy_per_position"])
         assert 1 <= line["acceptance_length"] <= 4
         assert 0 < line["loss"] < 20
         assert line["anchors_per_second"] > 0
+        assert 0 <= line["data_wait_share"] < 1
+        assert line["flops_per_second"] > 1e3
         assert line["tokens_per_second"] > line["anchors_per_second"], "a row of 20 tokens has 3 anchors"
     assert lines[0]["learning_rate"] == pytest.approx(1e-2), "the second step is at the top of the schedule"
     assert lines[1]["learning_rate"] < lines[0]["learning_rate"]
@@ -212,6 +215,70 @@ def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_row
     assert_equal(final_state(tmp_path / "parts", 4), final_state(tmp_path / "straight", 4))
     last = [metrics_of(tmp_path / name)[-1] for name in ("parts", "straight")]
     assert last[0]["loss"] == last[1]["loss"]
+
+
+@pytest.mark.one_cell
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    before_step(monkeypatch, 3, lambda state: signal.raise_signal(signal.SIGTERM))
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r")) == 143
+    said = capsys.readouterr()
+    assert "stopped at step 3 of 4; continue with the same command and --resume" in said.out
+    assert "SIGTERM: saving after this step" in said.err
+    assert (tmp_path / "r" / "checkpoints" / "3" / "seal.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.one_cell
+def test_the_loop_never_waits_for_the_device(tmp_path, monkeypatch):
+    """No transfer that was not asked for, and metrics of a step are asked for when the next one is on its way. Steps 3 to 5 are
+    recorded by the profiler."""
+    events = []
+    read, run = trainer._Loop._read, trainer._Loop.run
+    remembered = trainer.make_train_step
+
+    def made(*args):
+        step = remembered(*args)
+
+        def noted(state, *rest):
+            events.append("start")
+            return step(state, *rest)
+
+        return noted
+
+    def fetched(self, *args):
+        events.append("fetch")
+        return read(self, *args)
+
+    def guarded(self, state):
+        with jax.transfer_guard("disallow"):
+            return run(self, state)
+
+    monkeypatch.setattr(trainer, "make_train_step", made)
+    monkeypatch.setattr(trainer._Loop, "_read", fetched)
+    monkeypatch.setattr(trainer._Loop, "run", guarded)
+    config = tiny_run.tiny_run(
+        tmp_path / "r", train__steps=8, train__save_every=100, train__log_every=1, train__profile_steps=[3, 5]
+    )
+    assert trainer.fit(config) == 0
+    assert events == ["start", *["start", "fetch"] * 7, "fetch"]
+    assert [line["step"] for line in metrics_of(tmp_path / "r")] == list(range(1, 9))
+    assert list((tmp_path / "r" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.one_cell
+def test_what_is_said(tmp_path, capsys):
+    """Cost before and after the first steps, and at the end what the drafter accepts and what to do with it."""
+    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    changes = {"train__steps": 8, "data__heldout": [heldout], "train__eval_every": 4, "train__eval_max_new_tokens": 4}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes, train__peak_tflops=1e-6)) == 0
+    said = capsys.readouterr().out
+    assert "memory a device: target 0.00, drafter and optimizer 0.00, gradients 0.00: 0.00 GiB, and activations" in said
+    assert re.search(r"estimate: \S+ s a step, .* for the 2 steps left", said)
+    assert re.search(r"acceptance length on held-out prompts\n +step +pooled +macro\n +4 +1\.\d+ .*\n +8 +1\.\d+", said)
+    folder = tmp_path / "r" / "drafter"
+    assert f"export --to zlab --drafter {folder} --target {target_folder()} --out {tmp_path / 'r' / 'target-dflash'}" in said
+    line = next(line for line in metrics_of(tmp_path / "r") if "loss" in line)
+    assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6)
 
 
 @pytest.mark.one_cell
@@ -459,6 +526,7 @@ def broken_lines(tmp_path):
         ({"train__init": "loaded"}, ConfigError, r"train\.init loaded needs drafter\.path"),
         ({"train__log_every": 0}, ConfigError, r"train\.log_every is 0: it must be at least 1"),
         ({"train__save_every": 0}, ConfigError, r"train\.save_every is 0"),
+        ({"train__profile_steps": [5, 2]}, ConfigError, r"train\.profile_steps is \[5, 2\]: give the first and the last step"),
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
         ({"train__steps": -1}, ConfigError, r"train\.steps is -1: it must be at least 0"),
