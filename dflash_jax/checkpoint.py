@@ -88,13 +88,14 @@ class Checkpoints:
                 f"the newest whole checkpoint is step {self.newest}"
             ) from None
 
-    def restore(self, state: TrainState, identity: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, state: TrainState, identity: dict[str, Any], only: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The newest whole checkpoint, placed like `state` (arrays or their shapes with shardings), and its data position.
 
+        `only` takes that step's or none.
         Those that are half-written or damaged are skipped with a warning; damaged ones are set aside. Raises `CheckpointError` when
         none is left, or when it was written by a run that would compute something else.
         """
-        step = self._newest_whole()
+        step = self._newest_whole(self._steps() if only is None else {only} & self._steps())
         if step < 0:
             raise CheckpointError(f"{self.folder} holds no checkpoint: start without --resume")
         folder = self.folder / str(step)
@@ -132,11 +133,10 @@ class Checkpoints:
         files = seal.get("files") if isinstance(seal, dict) else None
         return seal if isinstance(files, dict) and all(isinstance(v, list) and len(v) == 2 for v in files.values()) else {}
 
-    def _newest_whole(self) -> int:
-        """The step of the newest checkpoint without a fault, or -1. Every process checks its share of the files."""
-        tried: set[int] = set()
-        while (step := from_main(max(self._steps() - tried, default=-1))) >= 0:
-            tried.add(step)
+    def _newest_whole(self, steps: set[int]) -> int:
+        """The newest of these checkpoints without a fault, or -1. Every process checks its share of the files."""
+        while (step := from_main(max(steps, default=-1))) >= 0:
+            steps = steps - {step}
             folder = self.folder / str(step)
             if not everyone((folder / SEAL).is_file()):
                 if is_main():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def peak_flops(config: Config, devices: list[Any]) -> float | None:
     """Operations a second that these devices could do together; None where that is not known."""
     one = config.train.peak_tflops or PEAK_TFLOPS.get(devices[0].device_kind)
     return None if not one else one * 1e12 * len(devices)
+
+
+def speed(window: list[dict[str, Any]], flops: Callable[[int], float], peak: float | None) -> dict[str, float]:
+    """How fast some steps were: the share of time that waited for data, operations a second, and the share of the peak (mfu)."""
+    seconds = max(sum(values["seconds"] for values in window), 1e-9)
+    reached = sum(flops(values["width"]) for values in window) / seconds
+    rates = {"data_wait_share": sum(values["data_wait"] for values in window) / seconds, "flops_per_second": reached}
+    return rates if peak is None else rates | {"mfu": reached / peak}
 
 
 def device_bytes(tree: Any) -> int:
@@ -120,6 +129,20 @@ def eval_table(metrics: Path) -> str:
     for row in rows:
         mark = "  best" if row["step"] == best else ""
         lines.append(f"{row['step']:>8} {row['eval_acceptance_length']:>8.3f} {row['eval_acceptance_length_macro']:>8.3f}{mark}")
+    return "\n".join(lines)
+
+
+def last_words(config: Config, run_dir: Path, best: tuple[int, float] | None) -> str:
+    """What the drafter accepts, where it is and what to do with it."""
+    folder, lines = run_dir / "drafter", [eval_table(run_dir / "metrics.jsonl")] if best else []
+    lines.append(f"drafter written to {folder}")
+    if (run_dir / "drafter-best").exists() and best:
+        lines.append(f"that of step {best[0]}, which accepted more, to {run_dir / 'drafter-best'}")
+    lines.append(f"measure it: python -m dflash_jax bench --drafter.path {folder}")
+    out = run_dir / f"{Path(config.target.path).name.removesuffix('.gguf')}-dflash"
+    lines.append(
+        f"for other engines: python -m dflash_jax export --to zlab --drafter {folder} --target {config.target.path} --out {out}"
+    )
     return "\n".join(lines)
 
 

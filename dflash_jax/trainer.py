@@ -6,6 +6,7 @@ import math
 import os
 import time
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer, schedule
-from dflash_jax.progress import Pace, Profile, eval_table, memory_estimate, peak_flops, step_flops
+from dflash_jax.progress import Pace, Profile, last_words, memory_estimate, peak_flops, speed, step_flops
 from dflash_jax.prompts import Prompt, packaged_prompts
 from dflash_jax.sharding import make_mesh, place_rows, process_rows, replicated_dimensions
 from dflash_jax.stop import StopRequests
@@ -100,7 +101,8 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
         raise ConfigError(f"{run_dir / 'drafter'} is the drafter of an earlier run: give another train.run_dir, or move it away")
     wait_for_all("checked")  # before anything is written that these checks look for
     if is_main():
-        _write_config(config, run_dir)
+        with named(run_dir / "config.json"):
+            (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
     taps = list(drafter.config.target_layer_ids)
     say(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
     d = drafter.config
@@ -114,33 +116,26 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
     try:
         state, finished = loop.run(state)
+        if not finished:
+            say(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
+            return loop.status
+        _export(Drafter(drafter.config, on_host(state.params)), run_dir / "drafter")
+        best = checkpoints.best
+        if best is not None and best[0] != steps:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            del state
+            params = on_host(checkpoints.restore(shapes, identity, best[0])[0].params)
+            _export(Drafter(drafter.config, params), run_dir / "drafter-best")
     finally:
         checkpoints.close()
-    if not finished:
-        say(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
-        return loop.status
-    params = on_host(state.params)
-    if is_main():
-        _finish(config, Drafter(drafter.config, params), run_dir)
-    wait_for_all("exported")
+    say(last_words(config, run_dir, best))
     return 0
 
 
-def _write_config(config: Config, run_dir: Path) -> None:
-    with named(run_dir / "config.json"):
-        (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
-
-
-def _finish(config: Config, drafter: Drafter, run_dir: Path) -> None:
-    """Write the drafter, and say what it accepts and what to do with it."""
-    folder = run_dir / "drafter"
-    save_drafter(drafter, folder)
-    if table := eval_table(run_dir / "metrics.jsonl"):
-        print(table)
-    out = run_dir / f"{Path(config.target.path).name.removesuffix('.gguf')}-dflash"
-    print(f"drafter written to {folder}")
-    print(f"measure it: python -m dflash_jax bench --drafter.path {folder}")
-    print(f"for other engines: python -m dflash_jax export --to zlab --drafter {folder} --target {config.target.path} --out {out}")
+def _export(drafter: Drafter, folder: Path) -> None:
+    if is_main():
+        save_drafter(drafter, folder)
+    wait_for_all("exported")
 
 
 def _check_memory(needed: int) -> None:
@@ -200,6 +195,7 @@ class _Loop:
         self.merged_config = json.loads(to_json(config))
         # all of them now: to ask the device for one would wait for the step that it works on
         self.learning_rates = np.asarray(schedule(config.optim, steps)(jnp.arange(steps)))
+        self.flops = partial(step_flops, target.config, drafter.config, config)
         self.peak_flops = peak_flops(config, list(mesh.devices.flat))
         self.pace, self.profile = Pace(steps), Profile(run_dir / "profile", config.train.profile_steps)
         self.window: list[dict[str, Any]] = []
@@ -277,7 +273,7 @@ class _Loop:
             self._say(estimate)
         if step % self.config.train.log_every and step < self.steps:
             return
-        line = summarise(self.window) | self._rates()
+        line = summarise(self.window) | speed(self.window, self.flops, self.peak_flops)
         line |= {"step": step, "learning_rate": float(self.learning_rates[step - 1])}
         self.window = []
         if self.writer is not None:
@@ -289,14 +285,6 @@ class _Loop:
                 "anchors/s": f"{line['anchors_per_second']:.0f}",
             }
         )
-
-    def _rates(self) -> dict[str, float]:
-        """What the window says about speed: waits for data, and floating-point operations a second."""
-        seconds = max(sum(values["seconds"] for values in self.window), 1e-9)
-        sizes = (self.target.config, self.drafter.config, self.config)
-        flops = sum(step_flops(*sizes, values["width"]) for values in self.window) / seconds
-        rates = {"data_wait_share": sum(values["data_wait"] for values in self.window) / seconds, "flops_per_second": flops}
-        return rates if self.peak_flops is None else rates | {"mfu": flops / self.peak_flops}
 
     def _evaluate(self, step: int, state: TrainState) -> float:
         decoded = self._decode(state)

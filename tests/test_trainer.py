@@ -282,6 +282,24 @@ def test_what_is_said(tmp_path, capsys):
 
 
 @pytest.mark.one_cell
+def test_the_best_drafter_is_written_too(tmp_path, monkeypatch, capsys):
+    taus = iter([1.5, 1.25])
+    monkeypatch.setattr(
+        trainer._Loop, "_decode", lambda *_: dict.fromkeys(("eval_acceptance_length", "eval_acceptance_length_macro"), next(taus))
+    )
+    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    run = tiny_run.tiny_run(tmp_path / "r", data__heldout=[heldout], train__eval_every=2, train__save_every=3, train__keep=1)
+    assert trainer.fit(run) == 0
+    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir()) == ["2", "4"]
+    for folder, step in (("drafter-best", 2), ("drafter", 4)):
+        exported = leaves(load_drafter(tmp_path / "r" / folder, tiny_target(), dtype="float32").params)
+        trained = [value for name, value in final_state(tmp_path / "r", step).items() if name.startswith(".params")]
+        for (name, ours), theirs in zip(exported.items(), trained, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=name)
+    assert f"that of step 2, which accepted more, to {tmp_path / 'r' / 'drafter-best'}" in capsys.readouterr().out
+
+
+@pytest.mark.one_cell
 def test_bfloat16_trains_like_float32(tmp_path, whole):
     """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
     changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
