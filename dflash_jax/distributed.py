@@ -80,7 +80,7 @@ def everyone(holds: bool) -> bool:
     return bool(np.all(_gathered(np.asarray(holds))))
 
 
-def from_main(number: int) -> int:
+def from_main(number: int | bool) -> int:
     """The first process's number, on every process."""
     return int(_gathered(np.asarray(number, np.int32)).reshape(-1)[0])
 

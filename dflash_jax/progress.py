@@ -132,12 +132,13 @@ def eval_table(metrics: Path) -> str:
     return "\n".join(lines)
 
 
-def last_words(config: Config, run_dir: Path, best: tuple[int, float] | None) -> str:
-    """What the drafter accepts, where it is and what to do with it."""
-    folder, lines = run_dir / "drafter", [eval_table(run_dir / "metrics.jsonl")] if best else []
+def last_words(config: Config, run_dir: Path, better: int | None) -> str:
+    """What the drafter accepts, where it is and what to do with it. `better`: an earlier step that accepted more."""
+    folder, table = run_dir / "drafter", eval_table(run_dir / "metrics.jsonl")
+    lines = [table] if table else []
     lines.append(f"drafter written to {folder}")
-    if (run_dir / "drafter-best").exists() and best:
-        lines.append(f"that of step {best[0]}, which accepted more, to {run_dir / 'drafter-best'}")
+    if better is not None:
+        lines.append(f"that of step {better}, which accepted more, to {run_dir / 'drafter-best'}")
     lines.append(f"measure it: python -m dflash_jax bench --drafter.path {folder}")
     out = run_dir / f"{Path(config.target.path).name.removesuffix('.gguf')}-dflash"
     lines.append(

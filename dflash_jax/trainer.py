@@ -22,7 +22,7 @@ from dflash_jax.cli import INTERRUPTED
 from dflash_jax.config import Config, to_json
 from dflash_jax.conversations import first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
-from dflash_jax.distributed import initialize, is_main, on_host, say, wait_for_all
+from dflash_jax.distributed import from_main, initialize, is_main, on_host, say, wait_for_all
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
 from dflash_jax.first_drafter import first_drafter, sample_batch
@@ -120,15 +120,15 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
             say(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
             return loop.status
         _export(Drafter(drafter.config, on_host(state.params)), run_dir / "drafter")
-        best = checkpoints.best
-        if best is not None and best[0] != steps:
+        best = from_main(checkpoints.best[0] if checkpoints.best else steps)
+        if best != steps:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             del state
-            params = on_host(checkpoints.restore(shapes, identity, best[0])[0].params)
+            params = on_host(checkpoints.restore(shapes, identity, best)[0].params)
             _export(Drafter(drafter.config, params), run_dir / "drafter-best")
     finally:
         checkpoints.close()
-    say(last_words(config, run_dir, best))
+    say(last_words(config, run_dir, None if best == steps else best))
     return 0
 
 
@@ -194,7 +194,8 @@ class _Loop:
         self.steps, self.run_dir = steps, run_dir
         self.merged_config = json.loads(to_json(config))
         # all of them now: to ask the device for one would wait for the step that it works on
-        self.learning_rates = np.asarray(schedule(config.optim, steps)(jnp.arange(steps)))
+        with jax.numpy_dtype_promotion("standard"):
+            self.learning_rates = np.asarray(schedule(config.optim, steps)(jnp.arange(steps)))
         self.flops = partial(step_flops, target.config, drafter.config, config)
         self.peak_flops = peak_flops(config, list(mesh.devices.flat))
         self.pace, self.profile = Pace(steps), Profile(run_dir / "profile", config.train.profile_steps)
@@ -299,8 +300,10 @@ class _Loop:
             self.bar.write(text)  # a plain print would tear the bar
 
     def _is_best(self, tau: float | None) -> bool:
+        if tau is None:
+            return False
         best = self.checkpoints.best
-        return tau is not None and (best is None or tau >= best[1])
+        return bool(from_main(best is None or tau >= best[1]))
 
     def _features(self, raw: dict[str, Any]) -> Any:
         """Kept target features of the rows, or None when the step computes them itself."""
