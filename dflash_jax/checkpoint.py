@@ -1,42 +1,69 @@
-"""Training checkpoints: optimizer state, data position and merged config, written by Orbax all or nothing."""
+"""Training checkpoints: optimizer state, data position and merged config, written by Orbax and then sealed with their checksums.
+
+A checkpoint is a folder named after its step. It is whole once it has its seal, which is written last and holds size and CRC-32 of
+every file: a kill at any moment leaves a folder without seal, and no later damage goes unseen.
+"""
 
 import json
+import shutil
+import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from dflash_jax.distributed import added_up, everyone, from_main, is_main, wait_for_all
 from dflash_jax.errors import CheckpointError
 from dflash_jax.train_step import TrainState
 
+SEAL = "seal.json"
+_CHUNK = 1 << 24
+
 
 class Checkpoints:
-    """The checkpoints of a run folder, the newest `keep` of them."""
+    """The checkpoints of a run folder: the newest `keep` of them, and the best one by measured acceptance length.
+
+    All processes of a run call the same methods; the folder is one that all of them see.
+    """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
-        self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self.folder, self.keep = Path(folder).absolute(), keep
         try:
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}): give another train.run_dir") from None
+        self.checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint."""
-        step: int | None = self.manager.latest_step()
-        return step
+        """The step of the newest sealed checkpoint."""
+        return max(self._sealed(), default=None)
 
-    def save(self, state: TrainState, data_state: dict[str, Any], identity: dict[str, Any], config: dict[str, Any]) -> None:
-        """Write the state after `state.step` steps. Earlier checkpoints are only deleted once the new one is whole.
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and acceptance length of the checkpoint that accepted most; of equals the later. None when none was measured."""
+        measured = [(tau, step) for step in self._sealed() if (tau := self._seal(step).get("acceptance_length")) is not None]
+        return None if not measured else max(measured)[::-1]
 
-        `identity` is what a run that resumes must share; `config` is the merged config, for people. Random keys are made from the
-        seed and the step, so both of them are the state of the random numbers.
-        Raises `CheckpointError` when it cannot be written (a full disk).
+    def save(
+        self,
+        state: TrainState,
+        data_state: dict[str, Any],
+        identity: dict[str, Any],
+        config: dict[str, Any],
+        acceptance_length: float | None = None,
+    ) -> None:
+        """Write the state after `state.step` steps. Earlier checkpoints are only deleted once the new one is sealed.
+
+        `identity` is what a run that resumes must share; `config` is the merged config, for people; `acceptance_length` is what
+        this state was measured to have. Random keys are made from the seed and the step, so both of them are the state of the
+        random numbers. Raises `CheckpointError` when it cannot be written (a full disk).
         """
         step = int(state.step)
-        if step == self.newest:
+        if everyone(step in self._sealed()):
             return
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_by_name(state)),
@@ -45,41 +72,141 @@ class Checkpoints:
             config=ocp.args.JsonSave(config),
         )
         try:
-            self.manager.save(step, args=args)
-            self.manager.wait_until_finished()
+            self._remove({step})  # what a killed save has left
+            self.checkpointer.save(self.folder / str(step), args=args)
+            files = _checksums(self.folder / str(step))
+            if is_main():
+                seal = {"acceptance_length": acceptance_length, "files": files}
+                beside = self.folder / str(step) / f"{SEAL}.new"
+                beside.write_text(json.dumps(seal, indent=0) + "\n", encoding="utf-8")
+                beside.rename(beside.with_name(SEAL))
+            wait_for_all("sealed")
+            self._remove(self._steps() - self._kept())
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder} ({error}): free some space and --resume; "
                 f"the newest whole checkpoint is step {self.newest}"
             ) from None
 
-    def restore(self, state: TrainState, identity: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, placed like `state` (arrays or their shapes with shardings), and its data position.
+    def restore(self, state: TrainState, identity: dict[str, Any], only: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The newest whole checkpoint, placed like `state` (arrays or their shapes with shardings), and its data position.
 
-        Raises `CheckpointError` when there is none, or when it was written by a run that would compute something else.
+        `only` takes that step's or none.
+        Those that are half-written or damaged are skipped with a warning; damaged ones are set aside. Raises `CheckpointError` when
+        none is left, or when it was written by a run that would compute something else.
         """
-        step = self.newest
-        if step is None:
+        step = self._newest_whole(self._steps() if only is None else {only} & self._steps())
+        if step < 0:
             raise CheckpointError(f"{self.folder} holds no checkpoint: start without --resume")
+        folder = self.folder / str(step)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _by_name(state))
         small = ocp.args.Composite(data=ocp.args.JsonRestore(), identity=ocp.args.JsonRestore())
         try:
-            saved = self.manager.restore(step, args=small)
-            _check_identity(saved["identity"], json.loads(json.dumps(identity)), self.folder / str(step))
-            arrays = self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
+            saved = self.checkpointer.restore(folder, args=small)
+            _check_identity(saved["identity"], json.loads(json.dumps(identity)), folder)
+            arrays = self.checkpointer.restore(folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
         except CheckpointError:
             raise
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint {self.folder / str(step)} cannot be read ({error}): "
-                "delete that folder and --resume from the one before"
+                f"the checkpoint {folder} is as it was written, but cannot be read ({error}): resume with the versions of "
+                "orbax-checkpoint and dflash_jax that wrote it, or delete it to resume from the one before"
             ) from None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-        restored = jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names])
-        return restored, saved["data"]
+        return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names]), saved["data"]
 
     def close(self) -> None:
-        self.manager.close()
+        self.checkpointer.close()
+
+    def _steps(self) -> set[int]:
+        return {int(path.name) for path in self.folder.iterdir() if path.name.isdigit() and path.is_dir()}
+
+    def _sealed(self) -> set[int]:
+        return {step for step in self._steps() if (self.folder / str(step) / SEAL).is_file()}
+
+    def _seal(self, step: int) -> dict[str, Any]:
+        """What the seal says; {} for one that is no seal."""
+        try:
+            seal = json.loads((self.folder / str(step) / SEAL).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        files = seal.get("files") if isinstance(seal, dict) else None
+        return seal if isinstance(files, dict) and all(isinstance(v, list) and len(v) == 2 for v in files.values()) else {}
+
+    def _newest_whole(self, steps: set[int]) -> int:
+        """The newest of these checkpoints without a fault, or -1. Every process checks its share of the files."""
+        while (step := from_main(max(steps, default=-1))) >= 0:
+            steps = steps - {step}
+            folder = self.folder / str(step)
+            if not everyone((folder / SEAL).is_file()):
+                if is_main():
+                    _warn(f"the checkpoint {folder} is half-written: it is skipped")
+                continue
+            fault = _fault(folder, self._seal(step).get("files", {}))
+            if fault:
+                _warn(f"the checkpoint {folder} is damaged ({fault}): it is skipped and set aside as {folder.name}.damaged")
+            if everyone(not fault):
+                return step
+            if is_main():
+                aside = folder.with_name(f"{step}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+            wait_for_all("set aside")
+        return -1
+
+    def _kept(self) -> set[int]:
+        """The newest `keep` and the best. All else goes, what kills have left of older ones too."""
+        return set(sorted(self._sealed())[-self.keep :]) | ({self.best[0]} if self.best else set())
+
+    def _remove(self, steps: set[int]) -> None:
+        for step in steps if is_main() else ():
+            folder = self.folder / str(step)
+            if folder.exists():
+                (folder / SEAL).unlink(missing_ok=True)  # first, so that a kill leaves no damaged checkpoint
+                shutil.rmtree(folder)
+        wait_for_all("removed")
+
+
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file by its path in the folder; every process reads its share of them."""
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
+    sums_N = np.zeros(len(files), np.uint32)
+    for index in _share(len(files)):
+        sums_N[index] = _crc(folder / files[index])
+    sums = added_up(sums_N).tolist()
+    return {name: [(folder / name).stat().st_size, crc] for name, crc in zip(files, sums, strict=True)}
+
+
+def _fault(folder: Path, files: dict[str, list[int]]) -> str | None:
+    """What is wrong with this process's share of a checkpoint's files, or None."""
+    if not files:
+        return f"{SEAL} is not readable"
+    for index in _share(len(files)):
+        name = sorted(files)[index]
+        path, (size, crc) = folder / name, files[name]
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if _crc(path) != crc:
+            return f"{name} has other bytes than were written"
+    return None
+
+
+def _share(count: int) -> range:
+    return range(jax.process_index(), count, jax.process_count())
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from dflash_jax.errors import DFlashError
 
 INTERRUPTED = 130
 """exit status after Ctrl-C, as shells have it"""
+TERMINATED = 143
+"""exit status after SIGTERM"""
 
 
 class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc]

@@ -135,6 +135,22 @@ class MeshConfig:
     """devices that each hold a part of every parameter"""
     tensor: int = 1
     """devices that split heads and MLP"""
+    replica: int = 1
+    """copies of the whole mesh, for devices of several slices: one or more a slice, so that only gradients cross between them"""
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes that train as one, one a host. TPU pods need nothing here: the hosts find each other."""
+
+    coordinator: str | None = None
+    """host:port of process 0, which all others reach; None takes the variable JAX_COORDINATOR_ADDRESS. Not set: one process"""
+    num_processes: int | None = None
+    """how many there are; None takes JAX_NUM_PROCESSES"""
+    process_index: int | None = None
+    """which one this is, from 0; None takes JAX_PROCESS_ID"""
+    detect: bool = False
+    """ask the cluster instead (Slurm, Open MPI, Kubernetes), as jax.distributed.initialize does"""
 
 
 Loss = Literal["ce", "ce_argmax", "kl", "tv", "lk"]
@@ -182,11 +198,15 @@ class TrainConfig:
     save_every: int = 200
     """steps between checkpoints"""
     keep: int = 2
-    """checkpoints kept"""
+    """newest checkpoints kept; the one with the best acceptance length on held-out prompts is kept beside them"""
     eval_every: int = 200
     """steps between real decodes of held-out prompts; 0 never"""
     eval_max_new_tokens: int = 96
     """answer tokens of an evaluated prompt"""
+    profile_steps: list[int] = field(default_factory=list)
+    """[first, last]: steps to record with jax.profiler, into run_dir/profile; read it with XProf or Perfetto"""
+    peak_tflops: float = 0.0
+    """of one device, for the share of it that is used (mfu in metrics.jsonl); 0 takes the maker's figure where it is known"""
     resume: bool = False
     """continue from the newest checkpoint in run_dir"""
     tensorboard: bool = False
@@ -255,7 +275,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
-    train: TrainConfig = TrainConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = DecodeConfig()
     bench: BenchConfig = field(default_factory=BenchConfig)
 

@@ -29,7 +29,7 @@ class ConversationDataset:
     JSONL lines hold `messages` and optionally `finish_reason` and `answer_tokens` (see `tokenize_conversation`). Conversations
     longer than `max_length` are cut, those with nothing to learn from dropped; `report` counts both.
 
-    A batch is a dict of numpy arrays, its rows this process's share of `batch_size`:
+    A batch is a dict of numpy arrays, its rows those of `batch_size` that `process_rows` names (None: this process's equal share):
     tokens_BT int32 (padded with `pad_token_id`), loss_mask_BT bool (False on padding), length_B int32 (tokens), and id_B int32, the
     place of the row's first conversation among all lines read, from 0. With `packing` a row holds several conversations, and
     doc_BT int32 is that of every slot, -1 on padding. A filler row (id -1) has length 1 and no loss. T is one of `config.buckets`
@@ -46,10 +46,12 @@ class ConversationDataset:
         process_index: int = 0,
         process_count: int = 1,
         vocab_size: int | None = None,
+        process_rows: np.ndarray | None = None,
     ) -> None:
         _check(config, process_count)
         self.config, self.pad_token_id = config, pad_token_id
-        self.process_index, self.process_count = process_index, process_count
+        share = config.batch_size // process_count
+        self.process_rows = np.arange(share) + process_index * share if process_rows is None else process_rows
         self.buckets = tuple(sorted(config.buckets))
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.records = open_records(config, tokenizer, vocab_size, process_index)
@@ -97,8 +99,7 @@ class ConversationDataset:
             epoch += 1
         plan = self._plan(epoch)
         bucket, rows = plan.batches[step - self.steps_in(epoch)]
-        share = self.config.batch_size // self.process_count
-        return self._filled(plan.rows, rows[self.process_index * share : (self.process_index + 1) * share], bucket)
+        return self._filled(plan.rows, rows[self.process_rows], bucket)
 
     def sample(self) -> dict[str, np.ndarray]:
         """A batch of whole conversations, one a row, the same on every process: typical text to measure sizes on."""

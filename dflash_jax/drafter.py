@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention import anchored_attention
@@ -14,6 +15,7 @@ from dflash_jax.cache import KVCache, init_cache, ring_slots, write
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
 from dflash_jax.model_config import DFlashConfig, TargetConfig
+from dflash_jax.sharding import shardings
 
 
 class Execution(NamedTuple):
@@ -202,9 +204,16 @@ class Drafter:
         return hash(self.config)
 
     @staticmethod
-    def random(key: Array, config: DFlashConfig) -> "Drafter":
-        """Random float32 parameters."""
-        return Drafter(config, nnx.state(DraftModel(key, config), nnx.Param))
+    def random(key: Array, config: DFlashConfig, mesh: Mesh | None = None) -> "Drafter":
+        """Random float32 parameters. On a mesh each device makes only its part of them."""
+
+        def build(key: Array) -> Any:
+            return nnx.state(DraftModel(key, config), nnx.Param)
+
+        if mesh is None:
+            return Drafter(config, build(key))
+        places = shardings(nnx.state(abstract_drafter(config), nnx.Param), mesh)
+        return Drafter(config, jax.jit(build, out_shardings=places)(key))
 
     def model(self, params: Any) -> DraftModel:
         """The module over these parameters."""

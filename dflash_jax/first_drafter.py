@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dflash_jax.config import Config, DrafterSource
 from dflash_jax.data import ConversationDataset
@@ -12,9 +11,12 @@ from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError
 from dflash_jax.hf import load_drafter
 from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
+from dflash_jax.sharding import mesh_of
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch
 from dflash_jax.warm_start import drafter_from_target
+
+_SAMPLE_ROWS = 8
 
 
 def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
@@ -61,7 +63,7 @@ def first_drafter(config: Config, target: DenseTarget, dataset: ConversationData
     wanted = dataclasses.replace(drafter_config(config, target.config), **few)  # type: ignore[arg-type]
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
-        return Drafter.random(key, wanted)
+        return Drafter.random(key, wanted, mesh_of(target.params))
     return drafter_from_target(key, wanted, target, sample_batch(dataset))
 
 
@@ -89,6 +91,6 @@ def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) 
 
 
 def sample_batch(dataset: ConversationDataset) -> Batch:
-    """Some rows of the data, the same for every process: what a start measures its scales on."""
-    raw = dataset.sample()
-    return Batch(*(jnp.asarray(raw[name]) for name in ("tokens_BT", "loss_mask_BT", "length_B")))
+    """A few rows of the data, the same for every process: what a start measures its scales on."""
+    raw: dict[str, Any] = dataset.sample()
+    return Batch(*(raw[name][:_SAMPLE_ROWS] for name in ("tokens_BT", "loss_mask_BT", "length_B")))

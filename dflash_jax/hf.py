@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_jso
 from dflash_jax.hf_parts import drafter_parts, drafter_tensors, own_tensors
 from dflash_jax.hf_weights import (
     MASK_FILE,
+    Index,
     Place,
     Tensor,
     check_dtype,
@@ -171,7 +172,7 @@ def _load_gguf(path: Path, dtype: Dtype, place: Place) -> DenseTarget:
     config = _with_tokenizer_ids(config, tokenizer)
     _check_special_ids(config, str(path))
     abstract = nnx.state(abstract_decoder(config), nnx.Param)
-    tensors = (Tensor(name, array.shape, partial(np.asarray, array)) for name, array in file.tensors())
+    tensors = (Tensor(name, array.shape, partial(_part_of, array)) for name, array in file.tensors())
     return DenseTarget(config, fill_state(abstract, tensors, str(path), dtype, place, _decoder_name), tokenizer)
 
 
@@ -179,12 +180,23 @@ def _placement(mesh: Mesh | None) -> Place:
     if mesh is None:
         return place_default
 
-    def place(name: str, array: np.ndarray, logical_axes: tuple[str | None, ...]) -> jax.Array:
-        # From a callback and not with device_put: every process then fills only the shards on its own devices.
-        sharding = NamedSharding(mesh, spec(array.shape, logical_axes, mesh))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    def place(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], part: Callable[[Index], np.ndarray]) -> jax.Array:
+        # From a callback and not with device_put: every process reads only the shards of its own devices, each of them once.
+        read: dict[tuple[range, ...], np.ndarray] = {}
+
+        def once(index: Any) -> np.ndarray:
+            key = tuple(range(size)[one] for size, one in zip(shape, index, strict=True))
+            if key not in read:
+                read[key] = part(index)
+            return read[key]
+
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec(shape, logical_axes, mesh)), once)
 
     return place
+
+
+def _part_of(array: np.ndarray, index: Index = ()) -> np.ndarray:
+    return array[index]
 
 
 def _decoder_name(name: str) -> str:

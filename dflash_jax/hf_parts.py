@@ -6,7 +6,7 @@ import numpy as np
 from dflash_jax.errors import CheckpointError
 from dflash_jax.hf_drafter import Parts
 from dflash_jax.hf_layouts import RENAMED_TENSORS, UNUSED_TENSORS
-from dflash_jax.hf_weights import VOCABULARY_TENSORS, Tensor, to_numpy_dtype
+from dflash_jax.hf_weights import VOCABULARY_TENSORS, Index, Tensor, to_numpy_dtype
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.targets.base import Target
 
@@ -74,11 +74,11 @@ def own_tensors(tensors: dict[str, Tensor], config: DFlashConfig) -> list[Tensor
     if HEAD in found and ids and found[HEAD].shape == (len(ids), config.draft_hidden_dim):
         cut = found[HEAD]
 
-        def spread() -> np.ndarray:
+        def spread(index: Index = ()) -> np.ndarray:
             rows = cut.read()
             head = np.zeros((config.vocab_size, config.draft_hidden_dim), rows.dtype)
             head[ids] = rows
-            return head
+            return head[index]
 
         found[HEAD] = Tensor(HEAD, (config.vocab_size, config.draft_hidden_dim), spread)
     return list(found.values())

@@ -35,16 +35,20 @@ MASK_FILE = "mask_embedding.pt"
 """a pickled row that vLLM and SGLang put over the mask token's embedding; fetched so that it can be refused"""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", MASK_FILE)
 
-Place = Callable[[str, np.ndarray, tuple[str | None, ...]], Array]
-"""`place(name, array, logical_axes)`: puts one host array where the model computes. The only place where loading meets devices."""
+Index = tuple[slice, ...]
+"""a part of an array, one slice a dimension; () is all of it"""
+Place = Callable[[tuple[int, ...], tuple[str | None, ...], Callable[[Index], np.ndarray]], Array]
+"""`place(shape, logical_axes, part)`: puts one parameter where the model computes, of which `part(index)` reads a part from the
+file. The only place where loading meets devices."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its name and shape are known, its values are read when asked for."""
+    """A tensor of a file: its name and shape are known, its values, or a part of them, are read when asked for."""
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    read: Callable[..., np.ndarray]
+    """`read()` or `read(index)`"""
 
 
 class Slot(NamedTuple):
@@ -58,9 +62,9 @@ class Slot(NamedTuple):
     """logical axes of our parameter, for sharding"""
 
 
-def place_default(name: str, array: np.ndarray, logical_axes: tuple[str | None, ...]) -> Array:
+def place_default(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], part: Callable[[Index], np.ndarray]) -> Array:
     """Put an array on JAX's default device."""
-    return jnp.asarray(array)
+    return jnp.asarray(part(()))
 
 
 def tensor_name(path: tuple[Any, ...]) -> str:
@@ -91,7 +95,7 @@ def fill_state(
     rename: Callable[[str], str] = str,
     skip: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """The abstract state with its arrays read from `tensors`, one at a time, cast to `dtype`.
+    """The abstract state with its arrays read from `tensors`, one at a time and only the parts that are placed, cast to `dtype`.
 
     Args:
         source: what to call the checkpoint in errors.
@@ -112,7 +116,8 @@ def fill_state(
         if tensor.shape != slot.shape:
             misshapen.append(f"{tensor.name} is {list(tensor.shape)}, not {list(slot.shape)}")
         elif not unknown and not misshapen:
-            leaves[slot.path] = leaves[slot.path].replace(place(tensor.name, _convert(tensor, slot.transposed, dtype), slot.axes))
+            shape = slot.shape[::-1] if slot.transposed else slot.shape
+            leaves[slot.path] = leaves[slot.path].replace(place(shape, slot.axes, partial(_part, tensor, slot.transposed, dtype)))
     problems = [
         f"{len(names)} {what}: {_some(names)}"
         for what, names in (("missing", sorted(missing)), ("unknown", unknown), ("of another shape", misshapen))
@@ -150,16 +155,19 @@ def split_fused(tensors: Iterable[Tensor], rows: Mapping[str, int]) -> list[Tens
     return split
 
 
-def _rows(read: Callable[[], np.ndarray], start: int, end: int) -> np.ndarray:
-    return read()[start:end]
+def _rows(read: Callable[..., np.ndarray], start: int, end: int, index: Index = ()) -> np.ndarray:
+    """A part of the rows start..end."""
+    rows = range(start, end)[index[0] if index else slice(None)]
+    return read((slice(rows.start, rows.stop), *index[1:]))
 
 
 def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _convert(tensor: Tensor, transposed: bool, dtype: str) -> np.ndarray:
-    array = tensor.read().astype(to_numpy_dtype(dtype), copy=False)
+def _part(tensor: Tensor, transposed: bool, dtype: str, index: Index) -> np.ndarray:
+    """A part of a parameter of ours, read from its tensor."""
+    array = tensor.read(index[::-1] if transposed else index).astype(to_numpy_dtype(dtype), copy=False)
     return np.ascontiguousarray(array.T) if transposed else array
 
 
@@ -213,8 +221,12 @@ def safetensors_tensors(folder: Path) -> list[Tensor]:
                 )
             if name in found:
                 raise CheckpointError(f"{file}: {name} is also in another weight file: remove one of them")
-            found[name] = Tensor(name, tuple(view.get_shape()), partial(handle.get_tensor, name))
+            found[name] = Tensor(name, tuple(view.get_shape()), partial(_read_safetensors, handle, name))
     return list(found.values())
+
+
+def _read_safetensors(handle: Any, name: str, index: Index = ()) -> np.ndarray:
+    return handle.get_slice(name)[index] if index else handle.get_tensor(name)
 
 
 def model_folder(path: str | Path, files: Sequence[str] | None = None) -> Path:

@@ -1,5 +1,6 @@
 """Where arrays live: one rules table from logical axes to mesh axes. One device is a 1x1x1 mesh on the same path."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxtyping import Array
 from dflash_jax.config import MeshConfig
 from dflash_jax.errors import ConfigError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("replica", "data", "fsdp", "tensor")
+"""outermost first: replica lies across slices, tensor between neighbours"""
 RULES: dict[str | None, str | None] = {
     "embed": "fsdp",
     "taps": None,
@@ -24,14 +26,15 @@ RULES: dict[str | None, str | None] = {
     None: None,
 }
 """logical axis of a parameter -> mesh axis"""
-BATCH = PartitionSpec(("data", "fsdp"))
+BATCH_AXES = ("replica", "data", "fsdp")
+BATCH = PartitionSpec(BATCH_AXES)
 """rows of a batch"""
 
 
 def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
     """A mesh over all devices (or those given); one size may be -1. Raises `ConfigError` when sizes and devices do not fit."""
     devices = np.asarray(jax.devices() if devices is None else devices)
-    sizes = [config.data, config.fsdp, config.tensor]
+    sizes = [config.replica, config.data, config.fsdp, config.tensor]
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise ConfigError(f"mesh sizes {dict(zip(MESH_AXES, sizes, strict=True))} must be positive, at most one of them -1")
     known = int(np.prod([size for size in sizes if size > 0]))
@@ -39,9 +42,66 @@ def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
     if int(np.prod(sizes)) != devices.size:
         raise ConfigError(
             f"the mesh {dict(zip(MESH_AXES, sizes, strict=True))} does not hold {devices.size} devices: "
-            "change mesh.data, mesh.fsdp or mesh.tensor"
+            "change mesh.data, mesh.fsdp, mesh.tensor or mesh.replica"
         )
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices.reshape(-1))
+    slices = by_slice(devices.reshape(-1))
+    if sizes[0] % len(slices):
+        raise ConfigError(
+            f"mesh.replica is {sizes[0]}, but the devices are {len(slices)} slices: make it a multiple of {len(slices)}, because "
+            "parameters that are split across slices cross the slow network at every step"
+        )
+    # within a slice make_mesh knows which devices are neighbours
+    parts = [
+        jax.make_mesh((sizes[0] // len(slices), *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=part)
+        for part in slices
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Mesh(np.concatenate([part.devices for part in parts]), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def by_slice(devices: Any) -> list[list[Any]]:
+    """Devices grouped by the slice they belong to, in the order of slices; one group where there are none."""
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [groups[index] for index in sorted(groups)]
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def process_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """The rows of a batch that lie on devices of this process, ascending: what it has to read. They need not follow each other.
+
+    Raises `ConfigError` when the rows do not divide among the devices.
+    """
+    if batch_size < 1 or batch_size % batch_shards(mesh):
+        raise ConfigError(
+            f"data.batch_size {batch_size} is not a multiple of the {batch_shards(mesh)} devices that hold rows "
+            "(mesh.replica x mesh.data x mesh.fsdp): change one of them"
+        )
+    places = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in places]))
+
+
+def place_rows(rows: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Rows of this process (`process_rows`) as its part of one array over all processes, [batch_size, ...]."""
+    shards = batch_shards(mesh)
+    batch_size = len(rows) // len(process_rows(mesh, shards)) * shards
+    first = {int(row): place for place, row in enumerate(process_rows(mesh, batch_size))}
+
+    def part(index: Any) -> np.ndarray:
+        mine = range(batch_size)[index[0]]
+        return rows[first[mine.start] : first[mine.start] + len(mine)]
+
+    shape, sharding = (batch_size, *rows.shape[1:]), NamedSharding(mesh, BATCH)
+    places = sharding.addressable_devices_indices_map(shape)
+    # put one by one: a transfer that is asked for, which a transfer guard lets pass
+    parts = [jax.device_put(part(index), device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def spec(shape: tuple[int, ...], logical: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.blocks import Blocks, document_starts, make_blocks, sample_anchors
@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.objectives import Objective
-from dflash_jax.sharding import BATCH, collected, shardings
+from dflash_jax.sharding import batch_shards, collected, place_rows, shardings
 from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
@@ -177,7 +177,7 @@ def make_train_step(
     parameter, moment or mean: the device decides, so the host need not wait to know.
     """
     rows, micro = config.data.batch_size, config.optim.accumulation
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
     if micro < 1 or rows % (micro * shards):
         raise ConfigError(
             f"data.batch_size {rows} is not a multiple of optim.accumulation {micro} x {shards} devices that hold rows: "
@@ -262,7 +262,8 @@ def make_train_step(
         new = jax.tree.map(lambda x, old: jnp.where(applied, x, old), new, state)._replace(step=state.step + 1, guard=guard)
         return new, StepMetrics(sums, grad_norm, guard, diagnostics)
 
-    return jax.jit(train_step, donate_argnums=0)
+    # every process reads the metrics, so all of them are whole everywhere
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(None, NamedSharding(mesh, PartitionSpec())))
 
 
 def watch(guard: Guard, loss: Array, grad_norm: Array, skip_above: float) -> tuple[Bool[Array, ""], Guard]:
@@ -286,7 +287,7 @@ def average(ema: Any, params: Any, decay: float, applied: Int[Array, ""]) -> Any
 
 
 def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, ema: bool = False) -> TrainState:
-    """The state of step 0 on the mesh; optimizer moments and the running mean (with `ema`) are sharded like their parameters."""
+    """The state of step 0 on the mesh; optimizer moments and the mean (with `ema`) are born sharded like their parameters."""
 
     def build(params: Any) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -300,11 +301,6 @@ def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, e
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
-    """A batch of this process on the mesh, its rows over the data axes."""
-    sharding = NamedSharding(mesh, BATCH)
-
-    def put(x: Any) -> Array:
-        return jax.make_array_from_process_local_data(sharding, x)
-
-    doc_BT = put(batch["doc_BT"]) if "doc_BT" in batch else None
-    return Batch(put(batch["tokens_BT"]), put(batch["loss_mask_BT"]), put(batch["length_B"]), doc_BT)
+    """The rows of this process as its part of a batch on the mesh."""
+    names = ("tokens_BT", "loss_mask_BT", "length_B", *(("doc_BT",) if "doc_BT" in batch else ()))
+    return Batch(*(place_rows(batch[name], mesh) for name in names))

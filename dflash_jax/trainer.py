@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import os
-import signal
-import sys
-import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from dflash_jax.cli import INTERRUPTED
 from dflash_jax.config import Config, to_json
 from dflash_jax.conversations import expand_files, first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
+from dflash_jax.distributed import from_main, initialize, is_main, on_host, say, wait_for_all
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
 from dflash_jax.first_drafter import first_drafter, sample_batch
@@ -33,8 +32,10 @@ from dflash_jax.metrics import MetricsWriter
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer, schedule
 from dflash_jax.packing import documents
+from dflash_jax.progress import Pace, Profile, last_words, memory_estimate, peak_flops, speed, step_flops
 from dflash_jax.prompts import Prompt, packaged_prompts
-from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions
+from dflash_jax.sharding import make_mesh, place_rows, process_rows, replicated_dimensions
+from dflash_jax.stop import StopRequests
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
 from dflash_jax.warm_start import tap_sizes
@@ -44,11 +45,12 @@ MEND = "lower optim.learning_rate or optim.clip_norm and start again in another 
 
 
 def fit(config: Config) -> int:
-    """Train as configured; returns the exit status (130 after Ctrl-C, with a checkpoint saved).
+    """Train as configured; returns the exit status (130 after Ctrl-C, 143 after SIGTERM, with a checkpoint saved).
 
     The run folder then holds config.json (merged), metrics.jsonl, checkpoints/ and drafter/ (z-lab's layout).
     """
     _check_counts(config)
+    initialize(config.distributed)
     with ExitStack() as held:
         return _fit(config, Path(config.train.run_dir), held)
 
@@ -66,6 +68,7 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
         jax.process_index(),
         jax.process_count(),
         target.config.vocab_size,
+        process_rows(mesh, config.data.batch_size),
     )
     longest = int(dataset.lengths_N.max())
     if longest > target.config.max_position:
@@ -74,13 +77,15 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
             f"{target.config.max_position}: lower it"
         )
     steps = config.train.steps or dataset.steps_in(config.data.num_epochs)
-    drafter = first_drafter(config, target, dataset)
+    first = first_drafter(config, target, dataset)
+    drafter = Drafter(first.config, None)  # its parameters live in the state alone
     tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, sample_batch(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
-    state = init_state(drafter, tx, mesh, ema=config.optim.ema > 0)
+    state = init_state(first, tx, mesh, ema=config.optim.ema > 0)
+    del first
     run_dir.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
+    if is_main():
         held.enter_context(only_process(run_dir))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
     iterator = dataset.iterator(steps)
@@ -88,37 +93,51 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if config.train.resume:
         state, data_state = checkpoints.restore(state, identity)
         iterator.set_state(data_state)
-        print(f"resumed from step {int(state.step)}")
+        say(f"resumed from step {int(state.step)}")
     elif checkpoints.newest is not None:
         raise ConfigError(
             f"{run_dir} holds a run that reached step {checkpoints.newest}: --resume it, or give another train.run_dir"
         )
     elif (run_dir / "drafter").exists():
         raise ConfigError(f"{run_dir / 'drafter'} is the drafter of an earlier run: give another train.run_dir, or move it away")
-    with named(run_dir / "config.json"):
-        (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
+    wait_for_all("checked")  # before anything is written that these checks look for
+    if is_main():
+        with named(run_dir / "config.json"):
+            (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
     taps = list(drafter.config.target_layer_ids)
-    print(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
+    say(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
     d = drafter.config
     drafts = f"{len(d.draft_token_ids)} of {d.vocab_size} tokens" if d.draft_token_ids else "all tokens"
-    print(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
-    print(f"data: {dataset.summary()}")
+    say(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
+    say(f"data: {dataset.summary()}")
     if config.train.features == "memory":
         kept = len(taps) + (config.train.loss != "ce")
         _check_memory(2 * dataset.report["tokens"] * kept * target.config.hidden_size)
-    print("\n".join(replicated_dimensions(drafter.params, mesh)) or f"mesh: {dict(mesh.shape)}")
+    say("\n".join([*replicated_dimensions(state.params, mesh), f"mesh: {dict(mesh.shape)}"]))
+    say(memory_estimate(target.params, state))
     loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
     try:
         state, finished = loop.run(state)
+        if not finished:
+            say(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
+            return loop.status
+        _export(Drafter(drafter.config, on_host(state.eval_params)), run_dir / "drafter")
+        best = from_main(checkpoints.best[0] if checkpoints.best else steps)
+        if best != steps:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            del state
+            params = on_host(checkpoints.restore(shapes, identity, best)[0].eval_params)
+            _export(Drafter(drafter.config, params), run_dir / "drafter-best")
     finally:
         checkpoints.close()
-    if not finished:
-        print(f"stopped at step {int(state.step)} of {steps}; continue with the same command and --resume")
-        return INTERRUPTED
-    trained = Drafter(drafter.config, state.eval_params)
-    save_drafter(trained, run_dir / "drafter")
-    print(f"drafter written to {run_dir / 'drafter'}; measure it: python -m dflash_jax bench --drafter.path {run_dir / 'drafter'}")
+    say(last_words(config, run_dir, None if best == steps else best))
     return 0
+
+
+def _export(drafter: Drafter, folder: Path) -> None:
+    if is_main():
+        save_drafter(drafter, folder)
+    wait_for_all("exported")
 
 
 def _check_memory(needed: int) -> None:
@@ -163,30 +182,6 @@ def _identity(config: Config, drafter: DFlashConfig, steps: int, data: str) -> d
     return json.loads(json.dumps(flat | {"steps": steps, "data": data}))  # type: ignore[no-any-return]
 
 
-class _CtrlC:
-    """Ctrl-C as a flag that is read between steps: within one, the old state is already donated and the new one not yet ours.
-
-    A second Ctrl-C ends the process at once. Where Ctrl-C is ignored, or in another thread than the main one, nothing changes.
-    """
-
-    def __enter__(self) -> "_CtrlC":
-        self.pressed = False
-        self._before = signal.getsignal(signal.SIGINT)
-        self._ours = threading.current_thread() is threading.main_thread() and self._before is not signal.SIG_IGN
-        if self._ours:
-            signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def _press(self, *_: Any) -> None:
-        self.pressed = True
-        signal.signal(signal.SIGINT, self._before)
-        print("\nsaving after this step; Ctrl-C again to stop at once", file=sys.stderr)
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            signal.signal(signal.SIGINT, self._before)
-
-
 class _Loop:
     """State of the loop that is not in a checkpoint."""
 
@@ -207,7 +202,14 @@ class _Loop:
         self.train_step, self.checkpoints, self.iterator, self.identity = train_step, checkpoints, iterator, identity
         self.steps, self.run_dir = steps, run_dir
         self.merged_config = json.loads(to_json(config))
-        self.learning_rate = schedule(config.optim, steps)
+        # all of them now: to ask the device for one would wait for the step that it works on
+        with jax.numpy_dtype_promotion("standard"):
+            self.learning_rates = np.asarray(schedule(config.optim, steps)(jnp.arange(steps)))
+        self.flops = partial(step_flops, target.config, drafter.config, config)
+        self.peak_flops = peak_flops(config, list(mesh.devices.flat))
+        self.pace, self.profile = Pace(steps), Profile(run_dir / "profile", config.train.profile_steps)
+        self.window: list[dict[str, Any]] = []
+        self.status = INTERRUPTED
         self.heldout = [target.tokenizer.encode_chat(first_messages(p)) for p in self._heldout_prompts()]
         if self.heldout:
             try:
@@ -229,54 +231,85 @@ class _Loop:
         return read_prompts(expand_files(data.heldout, "data.heldout"))[: data.heldout_prompts]
 
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Train to the last step, or until Ctrl-C (False). Metrics are fetched one step late: the device never waits for them."""
+        """Train to the last step, or until someone asks to stop (False).
+
+        Metrics of a step are fetched when the next one is on its way: the device never waits for them.
+        """
         train = self.config.train
         step = int(state.step)
         pending: tuple[int, StepMetrics, dict[str, Any]] | None = None
-        window: list[dict[str, Any]] = []
         position = self.iterator.get_state()
         with (
-            _CtrlC() as ctrl_c,
-            MetricsWriter(self.run_dir, train.tensorboard, step) as writer,
-            tqdm(total=self.steps, initial=step, unit="step") as bar,
+            StopRequests() as stop,
+            MetricsWriter(self.run_dir, train.tensorboard, step) if is_main() else nullcontext() as self.writer,
+            tqdm(total=self.steps, initial=step, unit="step", disable=not is_main()) as self.bar,
+            self.profile as profile,
         ):
-            while step < self.steps and not ctrl_c.pressed:
-                started = time.perf_counter()
+            self.free_since = time.perf_counter()
+            while step < self.steps and not stop.asked(step):
+                asked = time.perf_counter()
                 raw = next(self.iterator)
-                batch = place_batch(raw, self.mesh)
+                host = {"data_wait": time.perf_counter() - asked, "tokens": int(raw["length_B"][raw["id_B"] >= 0].sum())}
+                batch, width = place_batch(raw, self.mesh), raw["tokens_BT"].shape[1]
+                profile.before(step + 1)
                 state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
                 position, step = self.iterator.get_state(), step + 1
                 if pending is not None:
-                    window.append(self._read(*pending))
-                pending = (step, metrics, {"tokens": int(raw["length_B"][raw["id_B"] >= 0].sum()), "started": started})
-                bar.update()
+                    self._note(*pending)
+                pending = (step, metrics, host | {"width": width})
+                profile.after(step, metrics)
+                self.bar.update()
                 due = step == self.steps
-                if due or step % train.log_every == 0:
-                    window.append(self._read(*pending))
+                evaluate = bool(self.heldout) and (due or step % train.eval_every == 0)
+                if due or evaluate or step % train.save_every == 0:  # never save a state whose loss has not been seen to be finite
+                    self._note(*pending)
                     pending = None
-                    line = summarise(window)
-                    line |= {"step": step, "learning_rate": float(self.learning_rate(step - 1))}
-                    writer.write(step, line)
-                    if "loss" in line:
-                        bar.set_postfix(loss=f"{line['loss']:.3f}", tau=f"{line['acceptance_length']:.2f}")
-                    window = []
-                if self.heldout and (due or step % train.eval_every == 0):
-                    decoded = self._decode(state)
-                    writer.write(step, {"step": step} | decoded)
-                    bar.write(
-                        f"step {step}: acceptance length {decoded['eval_acceptance_length']:.3f} (pooled) on held-out prompts"
-                    )
-                if due or step % train.save_every == 0:
-                    if pending is not None:
-                        window.append(self._read(*pending))
-                        pending = None
-                    self._save(state, position)
+                    tau = self._evaluate(step, state) if evaluate else None
+                    if due or step % train.save_every == 0 or self._is_best(tau):
+                        self._save(state, position, tau)
+                    self.free_since = time.perf_counter()
             if step < self.steps:
                 if pending is not None:
-                    self._read(*pending)
+                    self._note(*pending)
                 self._save(state, position)
+                self.status = stop.status
                 return state, False
         return state, True
+
+    def _note(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> None:
+        """Fetch the metrics of a step, and write those of the window that ends with it."""
+        values = self._read(step, metrics, host)
+        self.window.append(values)
+        if estimate := self.pace.note(step, values["width"], values["seconds"]):
+            self._say(estimate)
+        if step % self.config.train.log_every and step < self.steps:
+            return
+        line = summarise(self.window) | speed(self.window, self.flops, self.peak_flops)
+        line |= {"step": step, "learning_rate": float(self.learning_rates[step - 1])}
+        self.window = []
+        if self.writer is not None:
+            self.writer.write(step, line)
+        if "loss" in line:
+            shown = {"loss": f"{line['loss']:.3f}", "tau": f"{line['acceptance_length']:.2f}"}
+            self.bar.set_postfix(shown | {"anchors/s": f"{line['anchors_per_second']:.0f}"})
+
+    def _evaluate(self, step: int, state: TrainState) -> float:
+        decoded = self._decode(state)
+        tau: float = decoded["eval_acceptance_length"]
+        if self.writer is not None:
+            self.writer.write(step, {"step": step} | decoded)
+        self._say(f"step {step}: acceptance length {tau:.3f} (pooled) on held-out prompts")
+        return tau
+
+    def _say(self, text: str) -> None:
+        if is_main():
+            self.bar.write(text)  # a plain print would tear the bar
+
+    def _is_best(self, tau: float | None) -> bool:
+        if tau is None:
+            return False
+        best = self.checkpoints.best
+        return bool(from_main(best is None or tau >= best[1]))
 
     def _features(self, raw: dict[str, Any]) -> Any:
         """Kept target features of the rows, or None when the step computes them itself."""
@@ -288,7 +321,7 @@ class _Loop:
         for row, start, length, name in documents(raw):
             slots = slice(start, start + length)
             taps_BTM[row, slots] = self._document_features(raw["tokens_BT"][row, slots], name)
-        return jax.device_put(taps_BTM, jax.sharding.NamedSharding(self.mesh, BATCH))
+        return place_rows(taps_BTM, self.mesh)
 
     def _document_features(self, tokens_T: np.ndarray, name: int) -> np.ndarray:
         """Features of one document, [T, M] bfloat16. They are computed alone, padded to the document's own bucket, so that they do
@@ -305,7 +338,9 @@ class _Loop:
     def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}
         values |= {name: np.asarray(value) for name, value in metrics.diagnostics.items()} | host
-        values["seconds"] = time.perf_counter() - host["started"]
+        now = time.perf_counter()
+        values |= {"started": self.free_since, "seconds": now - self.free_since}
+        self.free_since = now
         guard = jax.device_get(metrics.guard)
         values |= {"skipped_steps": int(guard.skipped), "skipped": bool(guard.in_a_row)}
         if guard.in_a_row >= self.config.train.max_skipped:
@@ -315,11 +350,11 @@ class _Loop:
             )
         return values
 
-    def _save(self, state: TrainState, position: dict[str, Any]) -> None:
+    def _save(self, state: TrainState, position: dict[str, Any], tau: float | None = None) -> None:
         """Write a checkpoint, but never one of parameters that are not finite (a step skipped for another reason is no harm)."""
         if int(state.guard.in_a_row) and not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params)):
             raise NonFiniteLossError(f"the parameters are not finite at step {int(state.step)} {self._newest}: {MEND}")
-        self.checkpoints.save(state, position, self.identity, self.merged_config)
+        self.checkpoints.save(state, position, self.identity, self.merged_config, tau)
 
     @property
     def _newest(self) -> str:

@@ -1,15 +1,19 @@
 """Starting a drafter from its target's last layers: with little data it learns much faster than from random numbers."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Bool, Float
 
-from dflash_jax.drafter import Drafter
+from dflash_jax.distributed import on_host
+from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.model_config import DFlashConfig, TargetConfig
+from dflash_jax.sharding import mesh_of, shardings
 from dflash_jax.targets import DenseTarget, Target
 from dflash_jax.train_step import Batch, target_features
 
@@ -19,10 +23,15 @@ FUSER_PASS = 0.1
 
 def tap_sizes(target: Target, taps: tuple[int, ...], sample: Batch) -> Float[Array, " M"]:
     """Root-mean-square of every tap dimension over the real tokens of sample rows but their first ones (attention sinks)."""
-    taps_BTM = target_features(target, target.params, sample, taps)
-    slots_T = jnp.arange(taps_BTM.shape[1], dtype=jnp.int32)
-    real_BT = (slots_T[None] > 0) & (slots_T[None] < sample.length_B[:, None])
-    return jnp.sqrt(jnp.mean(jnp.square(taps_BTM[real_BT]), axis=0)) + 1e-3
+    # over the host: the train step holds it as a constant, which an array of several processes cannot be
+    return jnp.asarray(on_host(_tap_sizes(target.params, sample, target=target, taps=taps)))
+
+
+@partial(jax.jit, static_argnames=("target", "taps"))
+def _tap_sizes(params: Any, sample: Batch, *, target: Target, taps: tuple[int, ...]) -> Float[Array, " M"]:
+    taps_BTM = target_features(target, params, sample, taps)
+    real_BT = _real(sample) & (jnp.arange(taps_BTM.shape[1], dtype=jnp.int32) > 0)[None]
+    return jnp.sqrt(_mean(jnp.square(taps_BTM), real_BT)) + 1e-3
 
 
 def drafter_from_target(key: Array, config: DFlashConfig, target: DenseTarget, sample: Batch) -> Drafter:
@@ -35,15 +44,22 @@ def drafter_from_target(key: Array, config: DFlashConfig, target: DenseTarget, s
     shapes of the two differ.
     """
     _check(config, target)
-    drafter = Drafter.random(key, config)
+    mesh = mesh_of(target.params)
+    places = None if mesh is None else shardings(nnx.state(abstract_drafter(config), nnx.Param), mesh)
+    # one program, so that each device only makes its part of every parameter
+    build = jax.jit(partial(_first_params, config, target), out_shardings=places)
+    return Drafter(config, build(key, target.params, sample))
+
+
+def _first_params(config: DFlashConfig, target: DenseTarget, key: Array, target_params: Any, sample: Batch) -> Any:
+    params = Drafter.random(key, config).params
     first = target.config.num_layers - config.num_draft_layers
-    inputs = _layer_inputs(target, first, sample)
-    params = jax.tree.map(lambda x: x, drafter.params)  # a new tree: leaves are replaced below
-    scales = [_f32(layer["input_layernorm"]["scale"]) for layer in (target.params["layers"][first + i] for i in range(len(inputs)))]
+    real_BT, inputs = _real(sample), _layer_inputs(target, target_params, first, sample)
+    scales = [_f32(layer["input_layernorm"]["scale"]) for layer in (target_params["layers"][first + i] for i in range(len(inputs)))]
     shared_D = jnp.exp(sum(jnp.log(jnp.abs(scale_D) + 1e-6) for scale_D in scales) / len(scales))
     params["fuser"]["hidden_norm"]["scale"].set_value(shared_D)
     for i in range(config.num_draft_layers):
-        theirs, ours = target.params["layers"][first + i], params["layers"][i]
+        theirs, ours = target_params["layers"][first + i], params["layers"][i]
         ours["input_layernorm"]["scale"].set_value(shared_D)
         for name in ("q_proj", "k_proj", "v_proj"):
             kernel = (scales[i] / shared_D)[:, None] * _f32(theirs["self_attn"][name]["kernel"])
@@ -56,24 +72,32 @@ def drafter_from_target(key: Array, config: DFlashConfig, target: DenseTarget, s
             if target.config.qk_norm:
                 ours["self_attn"][norm]["scale"].set_value(_f32(theirs["self_attn"][norm]["scale"]))
             else:
-                typical = jnp.square((inputs[i] * shared_D[None]) @ ours["self_attn"][name]["kernel"][...])
-                size = jnp.sqrt(jnp.mean(typical))
+                heads_BTX = (inputs[i] * shared_D[None, None]) @ ours["self_attn"][name]["kernel"][...]
+                size = jnp.sqrt(_mean(jnp.square(heads_BTX), real_BT).mean())
                 ours["self_attn"][norm]["scale"].set_value(jnp.full((config.head_dim,), size))
     width = config.target_hidden_dim
     fc_MD = jnp.zeros_like(params["fuser"]["fc"]["kernel"][...])
     deepest = config.target_layer_ids.index(max(config.target_layer_ids))
     params["fuser"]["fc"]["kernel"].set_value(fc_MD.at[deepest * width : (deepest + 1) * width].set(FUSER_PASS * jnp.eye(width)))
-    params["norm"]["scale"].set_value(_f32(target.params["norm"]["scale"]))
-    return Drafter(config, params)
+    params["norm"]["scale"].set_value(_f32(target_params["norm"]["scale"]))
+    return params
 
 
-def _layer_inputs(target: DenseTarget, first: int, sample: Batch) -> list[Array]:
-    """What enters layers first.. of the target, root-mean-square normed, for the real tokens [N, D]."""
+def _layer_inputs(target: DenseTarget, params: Any, first: int, sample: Batch) -> list[Float[Array, "B T D"]]:
+    """What enters layers first.. of the target, root-mean-square normed."""
     taps = tuple(range(first - 1, target.config.num_layers - 1))
-    slots_T = jnp.arange(sample.tokens_BT.shape[1], dtype=jnp.int32)
-    real_BT = slots_T[None] < sample.length_B[:, None]
-    split = jnp.split(target_features(target, target.params, sample, taps)[real_BT], len(taps), axis=-1)
+    split = jnp.split(target_features(target, params, sample, taps), len(taps), axis=-1)
     return [x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + target.config.rms_norm_eps) for x in split]
+
+
+def _real(sample: Batch) -> Bool[Array, "B T"]:
+    """Which positions hold tokens."""
+    return jnp.arange(sample.tokens_BT.shape[1], dtype=jnp.int32)[None] < sample.length_B[:, None]
+
+
+def _mean(x_BTX: Float[Array, "B T X"], of_BT: Bool[Array, "B T"]) -> Float[Array, " X"]:
+    """The mean over some positions."""
+    return jnp.where(of_BT[..., None], x_BTX, 0.0).sum((0, 1)) / of_BT.sum().astype(jnp.float32)
 
 
 def _check(config: DFlashConfig, target: DenseTarget) -> None:

@@ -1,7 +1,9 @@
 """Checkpoints: all of the state, all or nothing, only for the run that wrote them."""
 
+import functools
 import gc
 import json
+import re
 import shutil
 
 import jax
@@ -38,7 +40,12 @@ def filled(step, seed=1):
         value = random.standard_normal(x.shape) if x.dtype == jnp.float32 else random.integers(1, 99, x.shape)
         return jax.device_put(jnp.asarray(value, x.dtype), x.sharding)
 
-    return jax.tree.map(fill, empty())._replace(step=jnp.int32(step))
+    return jax.tree.map(fill, like())._replace(step=jnp.int32(step))
+
+
+@functools.cache
+def like():
+    return empty()
 
 
 def equal(a, b):
@@ -134,23 +141,101 @@ def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
     gc.collect()  # what is left of the failed save must not show in another test
 
 
+def folder_of(checkpoints, step):
+    return checkpoints.folder / str(step)
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path, at=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "a parameter file cut short": (lambda folder: half(largest(folder / "state")), r"has \d+ bytes, not \d+"),
+    "one bit of a parameter": (lambda folder: flip(largest(folder / "state")), r"state/\S+ has other bytes than were written"),
+    "a missing file": (lambda folder: (folder / "state" / "manifest.ocdbt").unlink(), r"state/manifest\.ocdbt is missing"),
+    "a missing part": (lambda folder: shutil.rmtree(folder / "data"), r"data/\S+ is missing"),
+    "an identity of zeros": (lambda folder: (folder / "identity" / "metadata").write_bytes(bytes(9)), r"identity/metadata has"),
+    "a garbage seal": (lambda folder: (folder / "seal.json").write_text('{"files": {"a": 3}}'), r"seal\.json is not readable"),
+    "an empty seal": (lambda folder: (folder / "seal.json").write_bytes(b""), r"seal\.json is not readable"),
+}
+
+
 @pytest.mark.one_cell
-@pytest.mark.parametrize("part", ["data", "identity", "state"])
-@pytest.mark.parametrize("how", ["cut", "gone"])
-def test_damaged_checkpoints_are_named(checkpoints, tmp_path, part, how):
+def test_damaged_checkpoints_are_set_aside(checkpoints, capsys):
+    """Each kind of damage in turn: a warning names it, the one before is used, and the step can be saved again."""
+    checkpoints.save(filled(1), DATA, IDENTITY, CONFIG)
+    checkpoints.save(filled(2, seed=2), {"next_index": 2}, IDENTITY, CONFIG)
+    whole = checkpoints.folder.parent / "whole"
+    shutil.copytree(folder_of(checkpoints, 2), whole)
+    for damage, message in DAMAGES.values():
+        damage(folder_of(checkpoints, 2))
+        state, data = checkpoints.restore(like(), IDENTITY)
+        equal(state, filled(1))
+        assert data == DATA
+        said = capsys.readouterr().err
+        assert re.search(rf"warning: the checkpoint \S+/2 is damaged \(.*{message}.*\): .* set aside as 2\.damaged", said), said
+        assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["1", "2.damaged"]
+        shutil.copytree(whole, folder_of(checkpoints, 2))
+    equal(checkpoints.restore(like(), IDENTITY)[0], filled(2, seed=2))
+    assert capsys.readouterr().err == ""
+    flip(largest(folder_of(checkpoints, 2) / "state"))
+    assert int(checkpoints.restore(like(), IDENTITY)[0].step) == 1
+    checkpoints.save(filled(2, seed=3), DATA, IDENTITY, CONFIG)
+    equal(checkpoints.restore(like(), IDENTITY)[0], filled(2, seed=3))
+
+
+LEFTOVERS = {
+    "an empty folder": lambda folder: shutil.rmtree(folder) or folder.mkdir(),
+    "all but the seal": lambda folder: (folder / "seal.json").unlink(),
+    "a half-written seal": lambda folder: (folder / "seal.json").rename(folder / "seal.json.new"),
+    "no state yet": lambda folder: shutil.rmtree(folder / "state") or (folder / "seal.json").unlink(),
+}
+
+
+@pytest.mark.one_cell
+def test_what_a_kill_leaves_is_skipped_and_written_over(checkpoints, capsys):
     for step in (1, 2):
         checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
-    files = [path for path in (tmp_path / "checkpoints" / "2" / part).rglob("*") if path.is_file()]
-    if how == "gone":
-        shutil.rmtree(tmp_path / "checkpoints" / "2" / part)
-    else:
-        for path in files:
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    again = Checkpoints(tmp_path / "checkpoints", keep=2)
-    with pytest.raises(CheckpointError, match=r"checkpoints/2 cannot be read .*--resume from the one before"):
-        again.restore(empty(), IDENTITY)
+    for kill in LEFTOVERS.values():
+        kill(folder_of(checkpoints, 2))
+        assert checkpoints.newest == 1
+        equal(checkpoints.restore(like(), IDENTITY)[0], filled(1))
+        assert re.search(r"warning: the checkpoint \S+/2 is half-written: it is skipped", capsys.readouterr().err)
+        checkpoints.save(filled(2, seed=2), DATA, IDENTITY, CONFIG)
+        assert checkpoints.newest == 2
+    equal(checkpoints.restore(like(), IDENTITY)[0], filled(2, seed=2))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.one_cell
+def test_none_is_whole(checkpoints):
+    checkpoints.save(filled(1), DATA, IDENTITY, CONFIG)
+    flip(largest(folder_of(checkpoints, 1)))
+    with pytest.raises(CheckpointError, match="holds no checkpoint: start without --resume"):
+        checkpoints.restore(like(), IDENTITY)
+    assert (checkpoints.folder / "1.damaged").is_dir(), "nothing is thrown away"
+
+
+@pytest.mark.one_cell
+def test_the_best_one_stays(checkpoints):
+    """By acceptance length; of equals the later. It is not counted among the newest, and half-written older ones go."""
+    for step, tau in ((1, 2.0), (2, 3.0), (3, 2.5), (4, None)):
+        (checkpoints.folder / "0").mkdir(exist_ok=True)
+        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG, tau)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["2", "3", "4"]
+    assert checkpoints.best == (2, 3.0)
+    checkpoints.save(filled(5), DATA, IDENTITY, CONFIG, 3.0)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["4", "5"]
+    again = Checkpoints(checkpoints.folder, keep=2)
+    assert again.best == (5, 3.0)
     again.close()
-    shutil.rmtree(tmp_path / "checkpoints" / "2")
-    before = Checkpoints(tmp_path / "checkpoints", keep=2)
-    equal(before.restore(empty(), IDENTITY)[0], filled(1))
-    before.close()

@@ -351,9 +351,11 @@ def test_processes_share_every_batch(config, packing):
         np.testing.assert_array_equal(of_first, samples[1][name])
     assert len(samples[0]["id_B"]) == config.batch_size
     shares = [list(dataset.iterator()) for dataset in datasets]
-    for batch, *parts in zip(whole, *shares, strict=True):
+    scattered = ConversationDataset(config, TOKENIZER, process_rows=np.asarray([1, 3])).iterator()
+    for batch, *parts, some in zip(whole, *shares, scattered, strict=True):
         for name, value in batch.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
+            np.testing.assert_array_equal(some[name], value[[1, 3]])
 
 
 def test_tokens_that_the_target_has_and_its_tokenizer_has_not(tmp_path):

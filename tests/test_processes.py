@@ -1,62 +1,100 @@
-"""Real processes: what a user starts, and what a kill leaves behind."""
+"""Real processes that train as one: what a user starts, what a kill and a preemption leave behind, and what goes on elsewhere."""
 
 import json
-import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tiny_run
+from several_processes import launch
 
+import dflash_jax.trainer as trainer
 from dflash_jax.config import to_json
+from dflash_jax.hf import load_drafter
 
-ROOT = Path(__file__).parents[1]
-
-
-def command(folder, name, *options):
-    """train.py on one device, with a config that one process can read."""
-    config = json.loads(to_json(tiny_run.tiny_run(folder / name, train__steps=160, train__save_every=20, train__log_every=20)))
-    (folder / f"{name}.yaml").write_text(json.dumps(config))
-    environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"))
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    argv = [sys.executable, str(ROOT / "train.py"), "--config", str(folder / f"{name}.yaml"), *options]
-    return subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+STEPS = 400
 
 
-def finish(process):
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    assert "Traceback" not in out
-    return out
+def wait(processes, condition):
+    deadline = time.monotonic() + 240
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.output.read_text()
+        assert time.monotonic() < deadline, "\n".join(process.output.read_text() for process in processes)
+        time.sleep(0.002)
+
+
+def finish(processes, status=0):
+    for process in processes:
+        process.wait(timeout=240)
+    said = [process.output.read_text() for process in processes]
+    assert [process.returncode for process in processes] == [status] * len(processes), "\n".join(said)
+    assert "Traceback" not in "".join(said)
+    return said
+
+
+def losses(path):
+    return {row["step"]: row["loss"] for row in map(json.loads, Path(path).read_text().splitlines()) if "loss" in row}
+
+
+def sealed(folder):
+    return sorted(int(path.parent.name) for path in folder.glob("*/seal.json"))
 
 
 @pytest.mark.one_cell
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """SIGKILL after some checkpoint, then --resume: the same last parameters and metrics as a run that nobody killed."""
-    straight = finish(command(tmp_path, "straight"))
-    assert "drafter written to" in straight
-    killed = command(tmp_path, "killed")
-    folder = tmp_path / "killed" / "checkpoints"
-    deadline = time.monotonic() + 200
-    while not (folder.exists() and any(path.name.isdigit() for path in folder.iterdir())):
-        assert killed.poll() is None, killed.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "drafter").exists(), "killed in time"
-    assert "resumed from step" in finish(command(tmp_path, "killed", "--resume"))
-    ours, theirs = (
-        ocp.StandardCheckpointer().restore(tmp_path / name / "checkpoints" / "160" / "state") for name in ("killed", "straight")
-    )
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
-    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("killed", "straight")]
-    logs = [[(row["step"], row["loss"]) for row in map(json.loads, part)] for part in lines]
-    assert logs[0] == logs[1]
+def test_killed_preempted_and_moved(tmp_path):
+    """Two processes with two devices each, fully sharded over all four. SIGKILL of both while a checkpoint is written; resumed, the
+    steps that come again have the same bits. SIGTERM of one: both save the same step and leave. One process with another mesh
+    ends the run. All the while the losses are those of one device."""
+    changes = {"train__steps": STEPS, "train__save_every": 20, "train__log_every": 1, "mesh__data": 1, "mesh__fsdp": 4}
+    heldout = tiny_run.write_lines(tmp_path / "prompts.jsonl", [{"turns": ["a"]}, {"turns": ["hello"]}])
+    changes |= {"data__heldout": [heldout], "train__eval_every": 200, "train__eval_max_new_tokens": 4}
+    config = tiny_run.tiny_run(tmp_path / "run", **changes)
+    checkpoints, metrics = tmp_path / "run" / "checkpoints", tmp_path / "run" / "metrics.jsonl"
+
+    killed = launch(tmp_path, to_json(config), 2)
+    wait(killed, lambda: sealed(checkpoints) and any(tmp_path.glob("run/checkpoints/[4-9]0*")))  # the second save has begun
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = losses(metrics)
+    newest = sealed(checkpoints)[-1]
+
+    preempted = launch(tmp_path, to_json(config), 2, "--train.resume=true")
+    wait(preempted, lambda: len(losses(metrics)) > max(before) + 5)
+    preempted[1].send_signal(signal.SIGTERM)
+    said = finish(preempted, 143)
+    assert f"resumed from step {newest}" in said[0]
+    assert "resumed" not in said[1], "the second process prints nothing of its own"
+    stopped = sealed(checkpoints)[-1]
+    assert f"stopped at step {stopped} of {STEPS}; continue with the same command and --resume" in said[0]
+    after = losses(metrics)
+    again = [step for step in before if step > newest]
+    assert again, "steps after the checkpoint were run twice"
+    assert {step: after[step] for step in before} == before
+
+    total = (Path(tiny_run.target_folder()) / "model.safetensors").stat().st_size
+    ends = [json.loads(text.splitlines()[-1]) for text in said]
+    assert [end["scattered"] for end in ends] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    read = [end["bytes_read"] for end in ends]
+    assert max(read) < 0.6 * total, "a process reads its half, and norms"
+    assert sum(read) > 0.98 * (total - 8192), "together they read all"
+
+    config = tiny_run.tiny_run(tmp_path / "run", **changes | {"mesh__fsdp": 1, "mesh__tensor": 2, "train__resume": True})
+    (said,) = finish(launch(tmp_path, to_json(config), 1))
+    assert f"resumed from step {stopped}" in said
+    assert "acceptance length on held-out prompts" in said
+    assert "python -m dflash_jax export --to zlab --drafter" in said
+    load_drafter(tmp_path / "run" / "drafter", tiny_run.tiny_target())
+    assert list(losses(metrics)) == list(range(1, STEPS + 1))
+
+    shutil.rmtree(checkpoints)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh())
+        alone = tiny_run.tiny_run(tmp_path / "alone", **changes | {"train__eval_every": 0, "train__save_every": STEPS})
+        assert trainer.fit(alone) == 0
+    straight = losses(tmp_path / "alone" / "metrics.jsonl")
+    for step in range(1, 41):
+        assert after[step] == pytest.approx(straight[step], rel=1e-3), step

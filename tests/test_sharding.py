@@ -1,10 +1,14 @@
 """Where parameters, optimizer moments and batches live on a mesh of 2 x 2 x 2, and what is refused."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from several_processes import count_reads
+from test_sharded_program import instructions
 from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
 from dflash_jax.config import DecodeConfig, MeshConfig, OptimConfig
@@ -14,7 +18,17 @@ from dflash_jax.generate import generate, start
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.model_config import DFlashConfig, RopeConfig
 from dflash_jax.optim import optimizer
-from dflash_jax.sharding import make_mesh, mesh_of, replicated_dimensions, shardings, spec
+from dflash_jax.sharding import (
+    BATCH,
+    by_slice,
+    make_mesh,
+    mesh_of,
+    place_rows,
+    process_rows,
+    replicated_dimensions,
+    shardings,
+    spec,
+)
 from dflash_jax.train_step import init_state, place_batch
 
 DRAFTER = DFlashConfig(
@@ -111,6 +125,34 @@ def test_what_does_not_divide_is_said():
     assert replicated_dimensions(params, mesh()) == []
 
 
+def test_parameters_are_born_sharded():
+    """Each device makes its part: the values of one device, and no array that is whole anywhere."""
+    where = mesh(2, 2, 2)
+    one, born = (Drafter.random(jax.random.key(0), DRAFTER, *on) for on in ((), (where,)))
+    assert jax.tree.map(lambda x: x.sharding, born.params) == shardings(born.params, where)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(born.params), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
+    lowered = jax.jit(
+        lambda key: Drafter.random(key, DRAFTER).params, out_shardings=shardings(born.params, where)
+    ).lower(jax.random.key(0))  # fmt: skip
+    made = max(max(sizes) for _, sizes in instructions(lowered.compile().as_text()))
+    assert made == max(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(born.params)), "made whole and then cut"
+
+
+def test_a_mesh_reads_every_byte_once(monkeypatch):
+    """And no more at a time than a device holds. That processes read only what is theirs: test_processes."""
+    reads = count_reads(monkeypatch)
+    params = load_target(target_folder(), dtype="float32", mesh=mesh(1, 4, 2)).params
+    leaves = jax.tree.leaves(params)
+    assert sum(reads) == sum(x.nbytes for x in leaves)
+    assert len(reads) > 4 * len(leaves), "in parts"
+    parts = {x.nbytes // len(set(map(str, x.sharding.devices_indices_map(x.shape).values()))) for x in leaves}
+    assert set(reads) == parts
+    plain = jax.tree.leaves(tiny_target().params)
+    for a, b in zip(leaves, plain, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_arrays_that_are_no_parameters_are_replicated():
     assert shardings({"count": jnp.zeros(8)}, mesh(2, 2, 2))["count"].spec == P()
 
@@ -118,22 +160,61 @@ def test_arrays_that_are_no_parameters_are_replicated():
 def test_rows_are_spread_over_data_and_fsdp():
     rows = {"tokens_BT": np.arange(32, dtype=np.int32).reshape(8, 4), "loss_mask_BT": np.ones((8, 4), bool)}
     batch = place_batch(rows | {"length_B": np.full(8, 4, np.int32)}, mesh(2, 2, 2))
-    assert batch.tokens_BT.sharding.spec == P(("data", "fsdp"))
+    assert batch.tokens_BT.sharding.spec == P(("replica", "data", "fsdp"))
     assert {shard.data.shape for shard in batch.tokens_BT.addressable_shards} == {(2, 4)}
     np.testing.assert_array_equal(np.asarray(batch.tokens_BT), rows["tokens_BT"])
+
+
+def test_rows_of_a_process():
+    """One process has all; two, whose devices lie scattered: test_processes."""
+    where = mesh(4, 2)
+    assert process_rows(where, 16).tolist() == list(range(16))
+    values = np.arange(48.0).reshape(16, 3)
+    placed = place_rows(values, where)
+    assert placed.sharding.spec == BATCH
+    np.testing.assert_array_equal(np.asarray(placed), values)
+    with pytest.raises(ConfigError, match=r"data\.batch_size 12 is not a multiple of the 8 devices that hold rows"):
+        process_rows(where, 12)
+
+
+class FakeDevice:
+    def __init__(self, number, slice_index=None):
+        self.id = number
+        if slice_index is not None:
+            self.slice_index = slice_index
+
+
+def test_slices_are_kept_apart():
+    """Replicas lie across slices, and parameters never do."""
+    devices = [FakeDevice(i, 1 - i // 4) for i in range(8)]
+    assert [[d.id for d in part] for part in by_slice(devices)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert len(by_slice([FakeDevice(i) for i in range(4)])) == 1
+    with pytest.raises(ConfigError, match=r"mesh\.replica is 1, but the devices are 2 slices: make it a multiple of 2"):
+        make_mesh(MeshConfig(1, 8, 1), devices)
+
+
+def test_the_mesh_of_two_slices(monkeypatch):
+    eight = jax.devices()[:8]
+    monkeypatch.setattr("dflash_jax.sharding.by_slice", lambda devices: [eight[4:], eight[:4]])
+    made = make_mesh(MeshConfig(1, 2, 2, replica=2), eight)
+    assert made.devices.shape == (2, 1, 2, 2)
+    assert [set(part.ravel()) for part in made.devices] == [set(eight[4:]), set(eight[:4])]
+    assert made.axis_names == ("replica", "data", "fsdp", "tensor")
 
 
 def test_mesh_sizes():
     eight = jax.devices()[:8]
     for config, want in [
-        (MeshConfig(), (8, 1, 1)),
-        (MeshConfig(2, -1, 2), (2, 2, 2)),
-        (MeshConfig(1, 1, 8), (1, 1, 8)),
+        (MeshConfig(), (1, 8, 1, 1)),
+        (MeshConfig(2, -1, 2), (1, 2, 2, 2)),
+        (MeshConfig(1, 1, 8), (1, 1, 1, 8)),
+        (MeshConfig(2, 2, 1, replica=-1), (2, 2, 2, 1)),
+        (MeshConfig(-1, 2, 1, replica=4), (4, 1, 2, 1)),
     ]:
         made = make_mesh(config, eight)
         assert tuple(made.shape.values()) == want
         assert set(made.devices.ravel()) == set(eight)
-    assert dict(make_mesh(MeshConfig(), eight[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(MeshConfig(), eight[:1]).shape) == {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,22 @@ def test_the_step_learns_something(plain):
     assert metrics.diagnostics == {}
 
 
+SPLITS = {
+    "8 devices": ((8, 1, 1), 1),
+    "2x2x2, 2 micro": ((2, 2, 2), 2),
+    "4 micro": ((1, 1, 1), 4),
+}
+MORE_SPLITS = {
+    "8 micro": ((1, 1, 1), 8),
+    "2 devices, 4 micro": ((1, 2, 1), 4),
+    "2 replicas of 2 devices": ((1, 2, 1, 2), 1),
+}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "accumulation"), [((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 1), 4)], ids=["8 devices", "2x2x2, 2 micro", "4 micro"]
+    ("sizes", "accumulation"),
+    [pytest.param(*split, id=name) for name, split in SPLITS.items()]
+    + [pytest.param(*split, id=name, marks=pytest.mark.one_cell) for name, split in MORE_SPLITS.items()],
 )
 def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
     """Global sums over global counts, with rows that have different numbers of supervised slots; and all stays where it was."""

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import re
 import shutil
 import signal
 from collections import Counter
@@ -127,7 +128,7 @@ def test_metrics(whole):
     for line in lines:
         assert set(line) == {
             "loss", "unweighted_loss", "acceptance_length", "accuracy_per_position", "grad_norm", "anchors_per_second",
-            "tokens_per_second", "step", "learning_rate", "skipped_steps",
+            "tokens_per_second", "step", "learning_rate", "skipped_steps", "data_wait_share", "flops_per_second",
         }  # fmt: skip
         assert line["skipped_steps"] == 0
         assert len(line["accuracy_per_position"]) == 3
@@ -135,6 +136,8 @@ def test_metrics(whole):
         assert 1 <= line["acceptance_length"] <= 4
         assert 0 < line["loss"] < 20
         assert line["anchors_per_second"] > 0
+        assert 0 <= line["data_wait_share"] < 1
+        assert line["flops_per_second"] > 1e3
         assert line["tokens_per_second"] > line["anchors_per_second"], "a row of 20 tokens has 3 anchors"
     assert lines[0]["learning_rate"] == pytest.approx(1e-2), "the second step is at the top of the schedule"
     assert lines[1]["learning_rate"] < lines[0]["learning_rate"]
@@ -232,6 +235,88 @@ def test_packed_rows_train_continue_and_keep_features(tmp_path, monkeypatch, cap
     assert trainer.fit(tiny_run.tiny_run(kept, train__features="memory", **packed)) == 0
     for ours, online in zip(metrics_of(kept), metrics_of(straight), strict=True):
         assert ours["loss"] == pytest.approx(online["loss"], rel=1e-2)
+
+
+@pytest.mark.one_cell
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    before_step(monkeypatch, 3, lambda state: signal.raise_signal(signal.SIGTERM))
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r")) == 143
+    said = capsys.readouterr()
+    assert "stopped at step 3 of 4; continue with the same command and --resume" in said.out
+    assert "SIGTERM: saving after this step" in said.err
+    assert (tmp_path / "r" / "checkpoints" / "3" / "seal.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.one_cell
+def test_the_loop_never_waits_for_the_device(tmp_path, monkeypatch):
+    """No transfer that was not asked for, and metrics of a step are asked for when the next one is on its way. Steps 3 to 5 are
+    recorded by the profiler."""
+    events = []
+    read, run = trainer._Loop._read, trainer._Loop.run
+    remembered = trainer.make_train_step
+
+    def made(*args):
+        step = remembered(*args)
+
+        def noted(state, *rest):
+            events.append("start")
+            return step(state, *rest)
+
+        return noted
+
+    def fetched(self, *args):
+        events.append("fetch")
+        return read(self, *args)
+
+    def guarded(self, state):
+        with jax.transfer_guard("disallow"):
+            return run(self, state)
+
+    monkeypatch.setattr(trainer, "make_train_step", made)
+    monkeypatch.setattr(trainer._Loop, "_read", fetched)
+    monkeypatch.setattr(trainer._Loop, "run", guarded)
+    config = tiny_run.tiny_run(
+        tmp_path / "r", train__steps=8, train__save_every=100, train__log_every=1, train__profile_steps=[3, 5]
+    )
+    assert trainer.fit(config) == 0
+    assert events == ["start", *["start", "fetch"] * 7, "fetch"]
+    assert [line["step"] for line in metrics_of(tmp_path / "r")] == list(range(1, 9))
+    assert list((tmp_path / "r" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.one_cell
+def test_what_is_said(tmp_path, capsys):
+    """Cost before and after the first steps, and at the end what the drafter accepts and what to do with it."""
+    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    changes = {"train__steps": 8, "data__heldout": [heldout], "train__eval_every": 4, "train__eval_max_new_tokens": 4}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes, train__peak_tflops=1e-6)) == 0
+    said = capsys.readouterr().out
+    assert "memory a device: target 0.00, drafter and optimizer 0.00, gradients 0.00: 0.00 GiB, and activations" in said
+    assert re.search(r"estimate: \S+ s a step, .* for the 2 steps left", said)
+    assert re.search(r"acceptance length on held-out prompts\n +step +pooled +macro\n +4 +1\.\d+ .*\n +8 +1\.\d+", said)
+    folder = tmp_path / "r" / "drafter"
+    assert f"export --to zlab --drafter {folder} --target {target_folder()} --out {tmp_path / 'r' / 'target-dflash'}" in said
+    line = next(line for line in metrics_of(tmp_path / "r") if "loss" in line)
+    assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6)
+
+
+@pytest.mark.one_cell
+def test_the_best_drafter_is_written_too(tmp_path, monkeypatch, capsys):
+    taus = iter([1.5, 1.25])
+    monkeypatch.setattr(
+        trainer._Loop, "_decode", lambda *_: dict.fromkeys(("eval_acceptance_length", "eval_acceptance_length_macro"), next(taus))
+    )
+    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    run = tiny_run.tiny_run(tmp_path / "r", data__heldout=[heldout], train__eval_every=2, train__save_every=3, train__keep=1)
+    assert trainer.fit(run) == 0
+    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir()) == ["2", "4"]
+    for folder, step in (("drafter-best", 2), ("drafter", 4)):
+        exported = leaves(load_drafter(tmp_path / "r" / folder, tiny_target(), dtype="float32").params)
+        trained = [value for name, value in final_state(tmp_path / "r", step).items() if name.startswith(".params")]
+        for (name, ours), theirs in zip(exported.items(), trained, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=name)
+    assert f"that of step 2, which accepted more, to {tmp_path / 'r' / 'drafter-best'}" in capsys.readouterr().out
 
 
 @pytest.mark.one_cell
@@ -382,15 +467,15 @@ def test_mean_muon_and_kept_law_continue_bit_for_bit(tmp_path, monkeypatch):
 @pytest.mark.one_cell
 def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
     """The second save fails; the first one is whole and the run goes on from it to the same end."""
-    save = ocp.CheckpointManager.save
+    save = ocp.Checkpointer.save
 
-    def full(self, step, *args, **kwargs):
-        if step == 4:
+    def full(self, folder, *args, **kwargs):
+        if folder.name == "4":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, step, *args, **kwargs)
+        return save(self, folder, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "save", full)
+        patch.setattr(ocp.Checkpointer, "save", full)
         with pytest.raises(CheckpointError, match=r"step 4 could not be written .*No space left.* newest .* is step 2"):
             trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
     assert not (tmp_path / "r" / "drafter").exists()
@@ -421,6 +506,9 @@ def test_tau_rises(tmp_path):
     losses, real = ([line[name] for line in lines if name in line] for name in ("loss", "eval_acceptance_length"))
     estimated = [line["acceptance_length"] for line in lines if "loss" in line]
     assert losses == sorted(losses, reverse=True)
+    best = max(range(4), key=lambda i: (real[i], i))
+    kept = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
+    assert {"160", str(40 * best + 40)} <= kept, "the newest and the best"
     assert estimated[-1] > 2.5 > estimated[0], estimated
     assert real[-1] > 2.5, real
     assert real[-1] > real[0]
@@ -536,6 +624,7 @@ def broken_lines(tmp_path):
         ({"train__init": "loaded"}, ConfigError, r"train\.init loaded needs drafter\.path"),
         ({"train__log_every": 0}, ConfigError, r"train\.log_every is 0: it must be at least 1"),
         ({"train__save_every": 0}, ConfigError, r"train\.save_every is 0"),
+        ({"train__profile_steps": [5, 2]}, ConfigError, r"train\.profile_steps is \[5, 2\]: give the first and the last step"),
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
         ({"train__anchors_per_document": -1}, ConfigError, r"train\.anchors_per_document is -1: it must be at least 0"),
         ({"data__train": ["absent*.jsonl"]}, DataError, r"data\.train: absent\*\.jsonl matches no file"),

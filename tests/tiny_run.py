@@ -56,8 +56,8 @@ def drafter_folder():
     return str(scratch() / "drafter")
 
 
-def mesh(data=1, fsdp=1, tensor=1):
-    return make_mesh(MeshConfig(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
+def mesh(data=1, fsdp=1, tensor=1, replica=1):
+    return make_mesh(MeshConfig(data, fsdp, tensor, replica), jax.devices()[: data * fsdp * tensor * replica])
 
 
 def user(text):

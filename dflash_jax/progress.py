@@ -1,0 +1,182 @@
+"""What a run costs and how far it is: floating-point operations, memory of a device, time, and the table at the end."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.config import Config
+from dflash_jax.errors import ConfigError
+from dflash_jax.model_config import DFlashConfig, TargetConfig
+
+PEAK_TFLOPS = {
+    "TPU v4": 275.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5e": 197.0,
+    "TPU v5": 459.0,
+    "TPU v5p": 459.0,
+    "TPU v6 lite": 918.0,
+    "TPU v6e": 918.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+}
+"""dense bfloat16 products a second of one device, by JAX's `device_kind` (the makers' data sheets)"""
+
+
+def step_flops(target: TargetConfig, drafter: DFlashConfig, config: Config, width: int) -> float:
+    """Floating-point operations of one optimizer step over rows of `width` slots: those of its matrix products, two for each
+    multiplication with its addition.
+
+    Recomputed attention scores are not counted, padding and unused anchors are. A trained product costs three times its forward
+    pass; the frozen head twice, the fuser twice (its taps take no gradient), the frozen target once, up to its last tap.
+    """
+    rows, anchors, block = config.data.batch_size, config.train.anchors_per_row, drafter.block_size
+    tokens, slots, wide = rows * width, rows * anchors * block, drafter.draft_hidden_dim
+    layer = _layer(tokens, target.hidden_size, target.num_heads, target.num_kv_heads, target.head_dim, target.mlp_dim)
+    layer += 4 * tokens * width * target.num_heads * target.head_dim
+    by_law = config.train.loss != "ce"  # then the target's last hidden states are read too
+    layers = target.num_layers if by_law else max(drafter.target_layer_ids) + 1
+    taps = layers * layer if config.train.features == "online" else 0.0
+    fuser = 2 * tokens * drafter.num_target_sampled_layers * drafter.target_hidden_dim * wide
+    context = 4 * tokens * wide * drafter.num_kv_heads * drafter.head_dim
+    blocks = _layer(slots, wide, drafter.num_heads, drafter.num_kv_heads, drafter.head_dim, drafter.mlp_dim)
+    blocks += 4 * slots * (width + block) * drafter.num_heads * drafter.head_dim
+    vocabulary = len(drafter.draft_token_ids) or config.train.vocab_sample or drafter.vocab_size
+    head = 2 * (slots - rows * anchors) * wide * vocabulary
+    taps += 2 * (slots - rows * anchors) * target.hidden_size * vocabulary if by_law else 0.0
+    return float(taps + 2 * fuser + 3 * drafter.num_draft_layers * (context + blocks) + (3 if drafter.own_head else 2) * head)
+
+
+def _layer(tokens: int, width: int, heads: int, kv_heads: int, head_dim: int, mlp: int) -> float:
+    """The projections and the gated MLP of a decoder layer."""
+    return 2.0 * tokens * width * (2 * heads * head_dim + 2 * kv_heads * head_dim + 3 * mlp)
+
+
+def peak_flops(config: Config, devices: list[Any]) -> float | None:
+    """Operations a second that these devices could do together; None where that is not known."""
+    one = config.train.peak_tflops or PEAK_TFLOPS.get(devices[0].device_kind)
+    return None if not one else one * 1e12 * len(devices)
+
+
+def speed(window: list[dict[str, Any]], flops: Callable[[int], float], peak: float | None) -> dict[str, float]:
+    """How fast some steps were: the share of time that waited for data, operations a second, and the share of the peak (mfu)."""
+    seconds = max(sum(values["seconds"] for values in window), 1e-9)
+    reached = sum(flops(values["width"]) for values in window) / seconds
+    rates = {"data_wait_share": sum(values["data_wait"] for values in window) / seconds, "flops_per_second": reached}
+    return rates if peak is None else rates | {"mfu": reached / peak}
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays on the device that holds most of them."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def memory_estimate(target_params: Any, state: Any) -> str:
+    """What a device holds from the first step to the last."""
+    target, trained = device_bytes(target_params), device_bytes(state)
+    gradients = device_bytes(state.params)
+    return (
+        f"memory a device: target {_gib(target)}, drafter and optimizer {_gib(trained)}, gradients {_gib(gradients)}: "
+        f"{_gib(target + trained + gradients)} GiB, and activations (train.anchor_chunk, train.logit_chunk, optim.accumulation)"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+class Pace:
+    """Seconds a step, learned from the first steps that compiled nothing, and the estimate that follows from them."""
+
+    def __init__(self, steps: int, enough: int = 5) -> None:
+        self.steps, self.enough = steps, enough
+        self.widths: set[int] = set()
+        self.seconds: list[float] = []
+        self.said = False
+
+    def note(self, step: int, width: int, seconds: float) -> str | None:
+        """Take a step's time; once, when there are enough of them, a line about the rest of the run."""
+        if width in self.widths:
+            self.seconds.append(seconds)
+        self.widths.add(width)
+        if self.said or len(self.seconds) < self.enough:
+            return None
+        self.said = True
+        mean = sum(self.seconds) / len(self.seconds)
+        return f"estimate: {mean:.3g} s a step, {duration(mean * (self.steps - step))} for the {self.steps - step} steps left"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units that matter."""
+    left = round(seconds)
+    for (big, size), (small, part) in ((("d", 86400), ("h", 3600)), (("h", 3600), ("min", 60)), (("min", 60), ("s", 1))):
+        if left >= size:
+            return f"{left // size} {big} {left % size // part} {small}"
+    return f"{left} s"
+
+
+def eval_table(metrics: Path) -> str:
+    """The held-out acceptance lengths of metrics.jsonl, a line an evaluation, the best one marked; "" when there are none."""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "eval_acceptance_length" in row]
+    if not rows:
+        return ""
+    best = max(rows, key=lambda row: (row["eval_acceptance_length"], row["step"]))["step"]
+    lines = ["acceptance length on held-out prompts", f"{'step':>8} {'pooled':>8} {'macro':>8}"]
+    for row in rows:
+        mark = "  best" if row["step"] == best else ""
+        lines.append(f"{row['step']:>8} {row['eval_acceptance_length']:>8.3f} {row['eval_acceptance_length_macro']:>8.3f}{mark}")
+    return "\n".join(lines)
+
+
+def last_words(config: Config, run_dir: Path, better: int | None) -> str:
+    """What the drafter accepts, where it is and what to do with it. `better`: an earlier step that accepted more."""
+    folder, table = run_dir / "drafter", eval_table(run_dir / "metrics.jsonl")
+    lines = [table] if table else []
+    lines.append(f"drafter written to {folder}")
+    if better is not None:
+        lines.append(f"that of step {better}, which accepted more, to {run_dir / 'drafter-best'}")
+    lines.append(f"measure it: python -m dflash_jax bench --drafter.path {folder}")
+    out = run_dir / f"{Path(config.target.path).name.removesuffix('.gguf')}-dflash"
+    lines.append(
+        f"for other engines: python -m dflash_jax export --to zlab --drafter {folder} --target {config.target.path} --out {out}"
+    )
+    return "\n".join(lines)
+
+
+class Profile:
+    """A jax.profiler recording of the steps [first, last] of a run; [] records nothing. A context manager."""
+
+    def __init__(self, folder: Path, steps: list[int]) -> None:
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"train.profile_steps is {steps}: give the first and the last step to record, such as [20, 24]")
+        self.folder, self.steps, self.running = folder, steps, False
+
+    def before(self, step: int) -> None:
+        """A step is about to be started."""
+        if self.steps and step == self.steps[0]:
+            jax.profiler.start_trace(self.folder)
+            self.running = True
+
+    def after(self, step: int, result: Any) -> None:
+        """A step was started, which gives `result`."""
+        if self.running and step == self.steps[1]:
+            jax.block_until_ready(result)
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self.running = False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:  # the run ended within the window
+            self._stop()

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM as a question that is asked between steps."""
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from dflash_jax.cli import INTERRUPTED, TERMINATED
+
+
+class StopRequests:
+    """Whether to save and stop: a context manager.
+
+    A signal only sets a flag, because within a step the old state is already donated and the new one not yet ours. Several
+    processes stop at the same step whichever of them was told (a pod's host that is taken away gets SIGTERM): JAX's preemption
+    service hears SIGTERM and makes them agree, and Ctrl-C becomes a SIGTERM to ourselves.
+    A second Ctrl-C ends the process at once. Where Ctrl-C is ignored, or in another thread than the main one, nothing changes.
+    """
+
+    def __enter__(self) -> "StopRequests":
+        self.pressed, self.terminated = False, False
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._hear(signal.SIGINT, self._press)
+            if jax.process_count() == 1:
+                self._hear(signal.SIGTERM, self._terminate)
+        return self
+
+    def asked(self, step: int) -> bool:
+        """Whether to stop after this step. Every process asks once a step."""
+        if jax.process_count() > 1:
+            self.terminated = bool(multihost_utils.reached_preemption_sync_point(step))
+            return self.terminated
+        return self.pressed or self.terminated
+
+    @property
+    def status(self) -> int:
+        """The exit status that shells expect."""
+        return INTERRUPTED if self.pressed else TERMINATED
+
+    def _hear(self, kind: signal.Signals, act: Any) -> None:
+        before = signal.getsignal(kind)
+        if before is not signal.SIG_IGN:
+            self._before[kind] = before
+            signal.signal(kind, act)
+
+    def _press(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        print("\nsaving after this step; Ctrl-C again to stop at once", file=sys.stderr)
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _terminate(self, *_: Any) -> None:
+        self.terminated = True
+        print("\nSIGTERM: saving after this step", file=sys.stderr)
+
+    def __exit__(self, *_: object) -> None:
+        for kind, before in self._before.items():
+            signal.signal(kind, before)

@@ -1,0 +1,122 @@
+"""train.py as one of several processes on this machine, which also says how much of the target's files it has read.
+
+`launch` starts them; as a script it is one of them.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+
+
+class CountedSlice:
+    """A safetensors slice that notes the bytes it gives."""
+
+    def __init__(self, view, reads):
+        self.view, self.reads = view, reads
+
+    def get_shape(self):
+        return self.view.get_shape()
+
+    def get_dtype(self):
+        return self.view.get_dtype()
+
+    def __getitem__(self, index):
+        part = self.view[index]
+        self.reads.append(part.nbytes)
+        return part
+
+
+class CountedFile:
+    """A safetensors file that notes the bytes it gives."""
+
+    def __init__(self, handle, reads):
+        self.handle, self.reads = handle, reads
+
+    def keys(self):
+        return self.handle.keys()
+
+    def get_slice(self, name):
+        return CountedSlice(self.handle.get_slice(name), self.reads)
+
+    def get_tensor(self, name):
+        return self.get_slice(name)[:]
+
+
+def count_reads(monkeypatch):
+    """The sizes of all that is read from safetensors files from now on."""
+    import dflash_jax.hf_weights as hf_weights
+
+    reads, open_file = [], hf_weights.safe_open
+    monkeypatch.setattr(hf_weights, "safe_open", lambda file, framework: CountedFile(open_file(file, framework), reads))
+    return reads
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def launch(folder, config, processes, *options, devices=2):
+    """`config` (JSON) as so many processes with so many devices each; their output goes to files, because pipes could fill."""
+    (folder / "config.yaml").write_text(config)
+    environment = dict(
+        os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"), JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    port, started = free_port(), []
+    for index in range(processes):
+        argv = [sys.executable, __file__, "--config", str(folder / "config.yaml"), *options]
+        if processes > 1:
+            argv += [f"--distributed.coordinator=localhost:{port}", f"--distributed.num_processes={processes}"]
+            argv += [f"--distributed.process_index={index}"]
+        with open(folder / f"out{index}.txt", "w") as out:
+            process = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        process.output = folder / f"out{index}.txt"
+        started.append(process)
+    return started
+
+
+def scattered_rows():
+    """The rows of this process on a mesh where devices of the processes alternate, which must land where the mesh has them."""
+    import jax
+
+    from dflash_jax.config import MeshConfig
+    from dflash_jax.sharding import make_mesh, place_rows, process_rows
+
+    half = len(jax.devices()) // 2
+    alternating = [jax.devices()[i // 2 + half * (i % 2)] for i in range(2 * half)]
+    mesh = jax.sharding.Mesh(np.reshape(alternating, make_mesh(MeshConfig()).devices.shape), make_mesh(MeshConfig()).axis_names)
+    rows, values = process_rows(mesh, 8), np.arange(24).reshape(8, 3)
+    for shard in place_rows(values[rows], mesh).addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+    return rows.tolist()
+
+
+def main():
+    import pytest
+
+    from dflash_jax.cli import run
+    from train import main as train
+
+    with pytest.MonkeyPatch.context() as patch:
+        reads = count_reads(patch)
+
+        def counted(argv):
+            status = train(argv)
+            print(json.dumps({"bytes_read": int(np.sum(reads)), "scattered": scattered_rows()}), flush=True)
+            return status
+
+        run(counted)
+
+
+if __name__ == "__main__":
+    main()
