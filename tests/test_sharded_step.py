@@ -16,7 +16,7 @@ from tiny_run import mesh
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.sharding import BATCH, shardings
-from dflash_jax.train_step import Batch, TrainState, make_train_step
+from dflash_jax.train_step import Batch, Guard, TrainState, make_train_step
 
 pytestmark = pytest.mark.one_cell
 
@@ -33,8 +33,8 @@ def sent(where):
 
     params = jax.eval_shape(lambda: Drafter.random(jax.random.key(0), DRAFTER).params)
     opt_state = jax.eval_shape(SGD.init, params)
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(where, P()))
-    state = TrainState(split(params), split(opt_state), step)
+    step, norm = (jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(where, P())) for dtype in (jnp.int32, jnp.float32))
+    state = TrainState(split(params), split(opt_state), step, Guard(step, step, norm))
     batch = Batch(rows(LENGTH), rows(LENGTH, dtype=jnp.bool_), rows())
     compiled = make_train_step(CONFIG, TARGET, Drafter(DRAFTER, None), SGD, where)
     found = defaultdict(list)
