@@ -28,7 +28,7 @@ LIGHTLY_COMPILED = {
     "test_aot", "test_audit", "test_bench", "test_chat", "test_checkpoint", "test_cli", "test_divergence", "test_doctor",
     "test_drafter", "test_invariants", "test_loss", "test_packed_rows", "test_parity_specforge", "test_parity_zlab",
     "test_regenerate", "test_sharding", "test_sliding", "test_step_memory", "test_train_equals_decode", "test_train_step",
-    "test_trainer", "test_warm_start", "test_widths",
+    "test_trainer", "test_vs_torch_trainers", "test_warm_start", "test_widths",
 }  # fmt: skip
 
 ORACLES = ("torch", "transformers", "dflash", "speculators", "specforge")
