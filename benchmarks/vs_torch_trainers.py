@@ -6,8 +6,9 @@
 Both train the same drafter on the same tokens, given features of SmolLM2-135M and anchors, forward, backward and AdamW with
 clipping; SpecForge through its `OnlineDFlashModel` and its `BF16Optimizer`. Each side runs in the fastest of a few settings of its
 own, found before; setting up and compilation are left out. A rate is the anchors of a step over the median time of one. The last
-line is JSON; `ratio` is ours over theirs. In float32 the losses of every step must agree within 1e-4 of themselves, in bfloat16 the
-first within 0.01: else it was not the same work, and the status is 1.
+line is JSON; `ratio` is ours over theirs, and `trial_seconds` a step of every setting (SpecForge's default has chunks of 128
+blocks). In float32 the losses of every step must agree within 1e-4 of themselves, in bfloat16 the first within 0.01: else it was
+not the same work, and the status is 1.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from dflash_jax.train_step import Batch, init_state, make_train_step, target_fea
 RUN = 8
 """anchors side by side; the runs are spread evenly over a row"""
 TRIALS = 2
+"""timed steps a setting"""
 RATE, CLIP, FOREVER = 1e-5, 1.0, 10**9
 """learning rate, constant because the cosine lasts forever; gradient norm"""
 EQUAL = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -210,23 +212,22 @@ def specforge_parts() -> tuple[Any, Any, Any, Any]:
     return torch, OnlineDFlashModel, DFlashDraftModel, BF16Optimizer
 
 
-def seconds(side: Side) -> float:
+def timed(side: Side) -> tuple[float, float]:
+    """The loss of a step, and its seconds."""
     started = time.perf_counter()
-    side.step()
-    return time.perf_counter() - started
+    loss = side.step()
+    return loss, time.perf_counter() - started
 
 
-def fastest(sides: Sequence[Side]) -> Side:
-    """The side whose best step of `TRIALS` in turn, after one that sets it up, is the fastest. It is reset."""
+def fastest(sides: Sequence[Side]) -> tuple[Side, dict[str, float]]:
+    """The side whose best step of `TRIALS` in turn is the fastest, reset; and the seconds of all by setting."""
     for side in sides:
-        side.step()
-    rounds = [[seconds(side) for side in sides] for _ in range(TRIALS)]
+        side.step()  # sets itself up
+    rounds = [[timed(side)[1] for side in sides] for _ in range(TRIALS)]
     best = [min(times) for times in zip(*rounds, strict=True)]
-    for side, took in zip(sides, best, strict=True):
-        print(f"  {side.setting}: {took:.3f} s a step", flush=True)
     chosen = sides[best.index(min(best))]
     chosen.reset()
-    return chosen
+    return chosen, {side.setting: round(took, 3) for side, took in zip(sides, best, strict=True)}
 
 
 def compare(ours: Side, theirs: Side, anchors: int, dtype: Dtype, steps: int) -> dict[str, Any]:
@@ -236,9 +237,9 @@ def compare(ours: Side, theirs: Side, anchors: int, dtype: Dtype, steps: int) ->
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(steps):
         for name, side in sides.items():
-            started = time.perf_counter()
-            losses[name].append(side.step())
-            times[name].append(time.perf_counter() - started)
+            loss, took = timed(side)
+            losses[name].append(loss)
+            times[name].append(took)
     same = [math.isclose(a, b, rel_tol=EQUAL[dtype]) for a, b in zip(*losses.values(), strict=True)]
     if not all(same if dtype == "float32" else same[:1]):
         raise DFlashError(f"this is not the same work, stop and find out why: losses {losses}")
@@ -268,10 +269,13 @@ def main(argv: list[str]) -> int:
             work = make_work(SIZES[name], target, 16, tokens, Path(folder))
             for dtype in args.dtypes:
                 print(f"{name}, {dtype}", flush=True)
-                theirs = fastest([SpecForge(work, dtype, kind, chunk) for kind in ("eager", "sdpa") for chunk in (128, 0)])
-                ours = fastest([Ours(work, dtype, remat) for remat in (True, False)])
+                settings = [(attention, chunk) for attention in ("eager", "sdpa") for chunk in (128, 0)]
+                theirs, their_trials = fastest([SpecForge(work, dtype, *setting) for setting in settings])
+                ours, our_trials = fastest([Ours(work, dtype, remat) for remat in (True, False)])
                 anchors = work.size.rows * work.size.anchors
-                result.setdefault(name, {})[dtype] = compare(ours, theirs, anchors, dtype, args.steps)
+                one = compare(ours, theirs, anchors, dtype, args.steps) | {"trial_seconds": our_trials | their_trials}
+                print(json.dumps(one), flush=True)
+                result.setdefault(name, {})[dtype] = one
     result |= {"steps": args.steps, "threads": torch.get_num_threads(), "jax": jax.__version__, "torch": torch.__version__}
     print(json.dumps(result))
     return 0
