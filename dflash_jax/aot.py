@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import Config, read_json
+from dflash_jax.config import Config, check_counts, read_json
+from dflash_jax.data import check_sizes
 from dflash_jax.decode import decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError
@@ -77,6 +78,8 @@ def aot(config: Config, topology: str, programs: Programs, rows: int, prompt_len
     """
     if rows < 1 or prompt_length < 1:
         raise ConfigError(f"--rows {rows} and --prompt_length {prompt_length} must be at least 1")
+    check_counts(config)
+    check_sizes(config.data)
     devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
     kind = devices[0].device_kind

@@ -97,7 +97,8 @@ class Checkpoints:
         """
         step = self._newest_whole(self._steps() if only is None else {only} & self._steps())
         if step < 0:
-            raise CheckpointError(f"{self.folder} holds no checkpoint: start without --resume")
+            which = "checkpoint: start without --resume" if only is None else f"whole checkpoint of step {only}"
+            raise CheckpointError(f"{self.folder} holds no {which}")
         folder = self.folder / str(step)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _by_name(state))
         small = ocp.args.Composite(data=ocp.args.JsonRestore(), identity=ocp.args.JsonRestore())

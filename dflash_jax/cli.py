@@ -2,12 +2,14 @@
 
 import dataclasses
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
+import jax
 import jsonargparse
 import yaml
 
@@ -98,4 +100,9 @@ def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         mend = ": free some space; training goes on with --resume, regenerate by itself" if error.errno == errno.ENOSPC else ""
         print(f"error: {error}{mend}", file=sys.stderr)
         status = 1
+    if status == 1 and jax.distributed.is_initialized():
+        # An orderly end would wait for the other processes, and they for this one. So they learn that it is gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

@@ -281,6 +281,27 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
 
 
+def check_counts(config: Config) -> None:
+    """Raises `ConfigError` for numbers of training that are too small or too large."""
+    least = {
+        "train.steps": 0,
+        "train.anchors_per_document": 0,
+        "train.eval_every": 0,
+        "train.eval_max_new_tokens": 2,
+        "train.vocab_sample": 0,
+        "train.peak_tflops": 0,
+    }
+    least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0, "train.seed": 0}
+    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "max_skipped", "log_every", "save_every", "keep")
+    for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
+        section, field = name.split(".")
+        value = getattr(getattr(config, section), field)
+        if value < low:
+            raise ConfigError(f"{name} is {value}: it must be at least {low}")
+        if field == "seed" and value >= 2**32:
+            raise ConfigError(f"{name} is {value}: it must be below 2**32")
+
+
 def to_json(config: Any) -> str:
     """A config dataclass as indented JSON."""
     return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=False) + "\n"

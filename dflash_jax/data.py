@@ -48,7 +48,11 @@ class ConversationDataset:
         vocab_size: int | None = None,
         process_rows: np.ndarray | None = None,
     ) -> None:
-        _check(config, process_count)
+        if not config.train:
+            raise ConfigError(
+                "data.train names no file: give JSONL files of conversations (`python -m dflash_jax regenerate` writes them)"
+            )
+        check_sizes(config, process_count)
         self.config, self.pad_token_id = config, pad_token_id
         share = config.batch_size // process_count
         self.process_rows = np.arange(share) + process_index * share if process_rows is None else process_rows
@@ -170,11 +174,8 @@ class _BatchSource:
         return self._dataset.batch(int(index))
 
 
-def _check(config: DataConfig, process_count: int) -> None:
-    if not config.train:
-        raise ConfigError(
-            "data.train names no file: give JSONL files of conversations (`python -m dflash_jax regenerate` writes them)"
-        )
+def check_sizes(config: DataConfig, process_count: int = 1) -> None:
+    """Raises `ConfigError` for lengths, buckets and batches that do not fit together."""
     if not config.buckets or min(config.buckets) < 2:
         raise ConfigError(f"data.buckets is {config.buckets}: give padded row lengths of at least 2")
     if config.max_length > max(config.buckets):

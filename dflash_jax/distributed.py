@@ -61,7 +61,7 @@ def _number(name: str, given: int | None, variable: str) -> int | None:
 def _has_tpu() -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     devices = Path("/dev")
-    return platforms in ("", "tpu") and any([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
+    return (not platforms or "tpu" in platforms.split(",")) and any([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
 
 
 def is_main() -> bool:

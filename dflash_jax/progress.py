@@ -48,7 +48,7 @@ def step_flops(target: TargetConfig, drafter: DFlashConfig, config: Config, widt
     blocks += 4 * slots * (width + block) * drafter.num_heads * drafter.head_dim
     vocabulary = len(drafter.draft_token_ids) or config.train.vocab_sample or drafter.vocab_size
     head = 2 * (slots - rows * anchors) * wide * vocabulary
-    taps += 2 * (slots - rows * anchors) * target.hidden_size * vocabulary if by_law else 0.0
+    taps += 2 * (slots - rows * anchors) * target.hidden_size * target.vocab_size if by_law else 0.0
     return float(taps + 2 * fuser + 3 * drafter.num_draft_layers * (context + blocks) + (3 if drafter.own_head else 2) * head)
 
 

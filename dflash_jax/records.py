@@ -19,7 +19,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from tqdm import tqdm
 
-from dflash_jax.config import DataConfig, read_json
+from dflash_jax.config import DataConfig
 from dflash_jax.conversations import NO_ANSWER, check_messages, expand_files, read_jsonl, tokenize_conversation
 from dflash_jax.errors import DataError, DFlashError
 from dflash_jax.lock import only_process
@@ -61,15 +61,21 @@ class Records:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, manifest = folder, read_json(folder / MANIFEST)
-        self.report: dict[str, int] = manifest["report"]
-        self.digest: str = manifest["digest"]
-        for shard in manifest["shards"]:
-            path = folder / shard["name"]
-            size = path.stat().st_size if path.exists() else None
-            if size != shard["bytes"]:
-                raise DataError(f"{path} has {size} bytes, not the {shard['bytes']} written: delete {folder}, it is made again")
-        self.ids_N, self.lengths_N = np.load(folder / "index.npy").T
+        self.folder = folder
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            self.report: dict[str, int] = manifest["report"]
+            self.digest: str = manifest["digest"]
+            for shard in manifest["shards"]:
+                size = (folder / shard["name"]).stat().st_size
+                if size != shard["bytes"]:
+                    raise ValueError(f"{shard['name']} has {size} bytes, not the {shard['bytes']} written")
+            self.ids_N, self.lengths_N = np.load(folder / "index.npy").T
+            self._supervised_V: np.ndarray = np.load(folder / "supervised.npy")
+            if len(self.ids_N) != (rows := sum(shard["rows"] for shard in manifest["shards"])):
+                raise ValueError(f"index.npy has {len(self.ids_N)} rows, not the {rows} written")
+        except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged(error) from None
         self._source = grain.sources.ArrayRecordDataSource([str(folder / shard["name"]) for shard in manifest["shards"]])
 
     def __len__(self) -> int:
@@ -77,12 +83,17 @@ class Records:
 
     def read(self, places: Sequence[int]) -> list[Record]:
         """Records by their place, 0..len - 1."""
-        return [Record.from_bytes(data) for data in self._source.__getitems__(places)] if len(places) else []
+        try:
+            return [Record.from_bytes(data) for data in self._source.__getitems__(places)] if len(places) else []
+        except RuntimeError as error:  # a status of the library's C++ part
+            raise self._damaged(str(error)[:200]) from None
 
     def supervised_counts(self) -> np.ndarray:
         """How often each token id is supervised, int64 [V]."""
-        counts_V: np.ndarray = np.load(self.folder / "supervised.npy")
-        return counts_V
+        return self._supervised_V
+
+    def _damaged(self, what: object) -> DataError:
+        return DataError(f"the records in {self.folder} are damaged ({what}): delete that folder, it is made again")
 
 
 def open_records(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, process_index: int = 0) -> Records:
@@ -230,7 +241,10 @@ def _wait(folder: Path, partial: Path) -> None:
     """Wait for process 0, as long as what it has written grows."""
     seen, since = -1, time.monotonic()
     while not folder.exists():
-        size = sum(path.stat().st_size for path in partial.glob("*.arrayrecord"))
+        try:
+            size = sum(path.stat().st_size for path in partial.glob("*.arrayrecord"))
+        except FileNotFoundError:  # it was renamed just now
+            continue
         if size != seen:
             seen, since = size, time.monotonic()
         if time.monotonic() - since > WAIT_SECONDS:

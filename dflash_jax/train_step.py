@@ -61,6 +61,8 @@ class StepMetrics(NamedTuple):
 
     sums: LossSums
     grad_norm: Float[Array, ""]
+    tokens: Int[Array, ""]
+    """of all rows; fillers have no loss and do not count"""
     guard: Guard
     """after the step"""
     diagnostics: dict[str, Array]
@@ -260,7 +262,8 @@ def make_train_step(
         ema = None if state.ema is None else average(state.ema, params, config.optim.ema, state.step - state.guard.skipped)
         new = TrainState(params, opt_state, state.step, guard, ema)
         new = jax.tree.map(lambda x, old: jnp.where(applied, x, old), new, state)._replace(step=state.step + 1, guard=guard)
-        return new, StepMetrics(sums, grad_norm, guard, diagnostics)
+        tokens = jnp.where(batch.loss_mask_BT.any(1), batch.length_B, 0).sum()
+        return new, StepMetrics(sums, grad_norm, tokens, guard, diagnostics)
 
     # every process reads the metrics, so all of them are whole everywhere
     return jax.jit(train_step, donate_argnums=0, out_shardings=(None, NamedSharding(mesh, PartitionSpec())))

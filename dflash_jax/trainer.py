@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
-from dflash_jax.config import Config, to_json
+from dflash_jax.config import Config, check_counts, to_json
 from dflash_jax.conversations import expand_files, first_messages, read_prompts
 from dflash_jax.data import ConversationDataset
-from dflash_jax.distributed import from_main, initialize, is_main, on_host, say, wait_for_all
+from dflash_jax.distributed import everyone, from_main, initialize, is_main, on_host, say, wait_for_all
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import ConfigError, NonFiniteLossError, PromptError, named
+from dflash_jax.errors import CheckpointError, ConfigError, NonFiniteLossError, PromptError, named
 from dflash_jax.first_drafter import first_drafter, sample_batch
 from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_text_target, save_drafter
@@ -49,7 +49,8 @@ def fit(config: Config) -> int:
 
     The run folder then holds config.json (merged), metrics.jsonl, checkpoints/ and drafter/ (z-lab's layout).
     """
-    _check_counts(config)
+    check_counts(config)
+    _check_files(config)
     initialize(config.distributed)
     with ExitStack() as held:
         return _fit(config, Path(config.train.run_dir), held)
@@ -104,6 +105,9 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if is_main():
         with named(run_dir / "config.json"):
             (run_dir / "config.json").write_text(to_json(config), encoding="utf-8")
+    wait_for_all("begun")
+    if not everyone((run_dir / "config.json").is_file()):
+        raise ConfigError(f"{run_dir.absolute()} is not one folder for all processes: give a train.run_dir that all hosts share")
     taps = list(drafter.config.target_layer_ids)
     say(f"target: {target.config.model_type}, taps {taps} of {target.config.num_layers} layers")
     d = drafter.config
@@ -126,8 +130,12 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
         if best != steps:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             del state
-            params = on_host(checkpoints.restore(shapes, identity, best)[0].eval_params)
-            _export(Drafter(drafter.config, params), run_dir / "drafter-best")
+            try:
+                params = on_host(checkpoints.restore(shapes, identity, best)[0].eval_params)
+                _export(Drafter(drafter.config, params), run_dir / "drafter-best")
+            except CheckpointError as error:  # the drafter itself is written
+                say(f"warning: no drafter-best: {error}")
+                best = steps
     finally:
         checkpoints.close()
     say(last_words(config, run_dir, None if best == steps else best))
@@ -143,28 +151,15 @@ def _export(drafter: Drafter, folder: Path) -> None:
 def _check_memory(needed: int) -> None:
     """Refuse kept features that do not fit, before hours of filling the memory."""
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print(f"features: {needed / 2**30:.1f} GiB of memory once every row was seen, of {have / 2**30:.1f}")
+    say(f"features: {needed / 2**30:.1f} GiB of memory once every row was seen, of {have / 2**30:.1f}")
     if needed > 0.9 * have:
         raise ConfigError("train.features memory needs more memory than there is: use online, or fewer rows")
 
 
-def _check_counts(config: Config) -> None:
-    least = {
-        "train.steps": 0,
-        "train.anchors_per_document": 0,
-        "train.eval_every": 0,
-        "train.eval_max_new_tokens": 2,
-        "train.vocab_sample": 0,
-    }
-    least |= {"data.num_epochs": 1, "data.heldout_prompts": 1, "data.max_length": 2, "data.seed": 0, "train.seed": 0}
-    counts = ("anchors_per_row", "anchor_chunk", "logit_chunk", "max_skipped", "log_every", "save_every", "keep")
-    for name, low in (least | {f"train.{count}": 1 for count in counts}).items():
-        section, field = name.split(".")
-        value = getattr(getattr(config, section), field)
-        if value < low:
-            raise ConfigError(f"{name} is {value}: it must be at least {low}")
-        if field == "seed" and value >= 2**32:
-            raise ConfigError(f"{name} is {value}: it must be below 2**32")
+def _check_files(config: Config) -> None:
+    for name, path in (("train.run_dir", config.train.run_dir), ("data.records", config.data.records)):
+        if "://" in path:
+            raise ConfigError(f"{name} is {path}: give a folder that is mounted on every host")
     heldout = [] if config.data.heldout == [PACKAGED] else expand_files(config.data.heldout, "data.heldout")
     train = expand_files(config.data.train, "data.train")
     both = {Path(path).resolve() for path in train} & {Path(path).resolve() for path in heldout}
@@ -249,7 +244,7 @@ class _Loop:
             while step < self.steps and not stop.asked(step):
                 asked = time.perf_counter()
                 raw = next(self.iterator)
-                host = {"data_wait": time.perf_counter() - asked, "tokens": int(raw["length_B"][raw["id_B"] >= 0].sum())}
+                host = {"data_wait": time.perf_counter() - asked}
                 batch, width = place_batch(raw, self.mesh), raw["tokens_BT"].shape[1]
                 profile.before(step + 1)
                 state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
@@ -285,7 +280,7 @@ class _Loop:
         if step % self.config.train.log_every and step < self.steps:
             return
         line = summarise(self.window) | speed(self.window, self.flops, self.peak_flops)
-        line |= {"step": step, "learning_rate": float(self.learning_rates[step - 1])}
+        line |= {"step": step, "learning_rate": float(self.learning_rates[max(step - 1 - values["skipped_steps"], 0)])}
         self.window = []
         if self.writer is not None:
             self.writer.write(step, line)
@@ -337,6 +332,7 @@ class _Loop:
 
     def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}
+        values["tokens"] = int(metrics.tokens)
         values |= {name: np.asarray(value) for name, value in metrics.diagnostics.items()} | host
         now = time.perf_counter()
         values |= {"started": self.free_since, "seconds": now - self.free_since}

@@ -56,7 +56,7 @@ def test_report(options, capsys):
     """Train step, prefill and decode chunk on 2 x 2 x 2 fake devices."""
     code, out, _ = status([*options, "--topology", "cpu:8", "--memory_gib", "1"], capsys)
     assert code == 0
-    assert "mesh {'data': 2, 'fsdp': 2, 'tensor': 2}" in out
+    assert "mesh {'replica': 1, 'data': 2, 'fsdp': 2, 'tensor': 2}" in out
     assert out.count("fits in 1.0 GiB") == 3
     report = json.loads(out.splitlines()[-1])
     assert (report["devices"], report["fits"]) == (8, True)

@@ -94,7 +94,7 @@ def test_a_different_text_is_said(options, capsys, monkeypatch):
     assert "no, from token 3 on, margin 0.062" in said
     assert "--target.dtype float32 is exact" in said
     # beyond a cut no margin says anything: a token may have been cut in one pass only
-    cut = Config(decode=DecodeConfig(temperature=1.0, top_k=3), target=TargetSource(dtype="bfloat16"))
+    cut = Config(decode=DecodeConfig(temperature=1.0, top_k=3, verify="match"), target=TargetSource(dtype="bfloat16"))
     assert module._compared(tiny_target(), [1], [2], [3], cut) == ("no, from token 3 on", None)
 
 

@@ -1,6 +1,7 @@
 """Who the processes of a run are, and what each of them is asked to do."""
 
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -58,6 +59,13 @@ def test_tpu_hosts_find_each_other(joined, monkeypatch, capsys):
     monkeypatch.setattr(jax.distributed, "initialize", lambda: (_ for _ in ()).throw(RuntimeError("no metadata")))
     initialize(DistributedConfig())
     assert "warning: no other TPU hosts were found (no metadata): this one goes on alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("platforms", "found"), [("", True), ("tpu", True), ("tpu,cpu", True), ("cpu", False)])
+def test_where_tpus_may_be_used(monkeypatch, platforms, found):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "accel0"] if "accel" in pattern else []))
+    assert distributed._has_tpu() == found
 
 
 @pytest.mark.parametrize(

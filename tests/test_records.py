@@ -125,14 +125,30 @@ def test_two_runs_do_not_write_the_same_records(tmp_path):
         open_records(config, TOKENIZER, VOCAB)
 
 
+DAMAGE = {
+    "records-00000.arrayrecord": [b"", b"x" * 100, None],
+    "manifest.json": [b"", b"{}", b"[1]", None],
+    "index.npy": [b"", b"x" * 100, None],
+    "supervised.npy": [b"", None],
+}
+
+
 def test_damaged_records_are_refused(tmp_path):
-    config = over(tmp_path, [{"messages": [user("a"), assistant("hello")]}])
-    shard = open_records(config, TOKENIZER, VOCAB).folder / "records-00000.arrayrecord"
-    os.truncate(shard, 100)
-    with pytest.raises(DataError, match=r"has 100 bytes, not the \d+ written: delete .*, it is made again"):
-        open_records(config, TOKENIZER, VOCAB)
-    shard.unlink()
-    with pytest.raises(DataError, match=r"has None bytes"):
+    """Every file of them, cut, exchanged or gone, and an index of fewer rows: the mend is always the same."""
+    config = over(tmp_path, [{"messages": [user(text), assistant("hello")]} for text in "ab"])
+    folder = open_records(config, TOKENIZER, VOCAB).folder
+    whole = np.load(folder / "index.npy")
+    for name, contents in DAMAGE.items():
+        kept = (folder / name).read_bytes()
+        for content in contents:
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_bytes(content)
+            with pytest.raises(DataError, match=r"the records in .* are damaged \(.*\): delete that folder, it is made again"):
+                open_records(config, TOKENIZER, VOCAB)
+        (folder / name).write_bytes(kept)
+    np.save(folder / "index.npy", whole[:1])
+    with pytest.raises(DataError, match=r"index\.npy has 1 rows, not the 2 written"):
         open_records(config, TOKENIZER, VOCAB)
 
 

@@ -317,6 +317,14 @@ def test_the_best_drafter_is_written_too(tmp_path, monkeypatch, capsys):
         for (name, ours), theirs in zip(exported.items(), trained, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=name)
     assert f"that of step 2, which accepted more, to {tmp_path / 'r' / 'drafter-best'}" in capsys.readouterr().out
+    # resumed at its end, with the best one damaged meanwhile: the run still ends well
+    shutil.rmtree(tmp_path / "r" / "drafter-best")
+    (tmp_path / "r" / "checkpoints" / "2" / "identity" / "metadata").write_bytes(b"")
+    assert trainer.fit(dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))) == 0
+    said = capsys.readouterr().out
+    assert "warning: no drafter-best: " in said
+    assert "export --to zlab" in said
+    assert not (tmp_path / "r" / "drafter-best").exists()
 
 
 @pytest.mark.one_cell
@@ -626,6 +634,8 @@ def broken_lines(tmp_path):
         ({"train__save_every": 0}, ConfigError, r"train\.save_every is 0"),
         ({"train__profile_steps": [5, 2]}, ConfigError, r"train\.profile_steps is \[5, 2\]: give the first and the last step"),
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
+        ({"train__peak_tflops": -1.0}, ConfigError, r"train\.peak_tflops is -1\.0: it must be at least 0"),
+        ({"train__run_dir": "gs://bucket/run"}, ConfigError, r"train\.run_dir is gs://bucket/run: give a folder that is mounted"),
         ({"train__anchors_per_document": -1}, ConfigError, r"train\.anchors_per_document is -1: it must be at least 0"),
         ({"data__train": ["absent*.jsonl"]}, DataError, r"data\.train: absent\*\.jsonl matches no file"),
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
