@@ -30,7 +30,7 @@ def options(tmp_path_factory):
     preset = {
         "target": {"path": str(folder), "dtype": "bfloat16"},
         "drafter": {"block_size": BLOCK, "num_draft_layers": 1, "target_layer_ids": [0], "mask_token_id": 3, "dtype": "bfloat16"},
-        "data": {"batch_size": ROWS, "max_length": LENGTH},
+        "data": {"batch_size": ROWS, "max_length": LENGTH, "buckets": [LENGTH]},
         "train": {"anchors_per_row": 3, "init": "random"},
         "optim": {"accumulation": 2},
         "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -71,7 +71,7 @@ def test_report(options, capsys):
     assert train["arguments"]["target"] == target
     assert train["arguments"]["drafter"] == 4 * drafter
     assert train["arguments"]["optimizer"] == 2 * 4 * drafter + 2 * 4  # both moments, and the counts of Adam and of the schedule
-    assert train["arguments"]["batch"] == ROWS // 4 * (LENGTH * (4 + 1) + 4)
+    assert train["arguments"]["batch"] == ROWS // 4 * (LENGTH * (4 + 1 + 4) + 4), "tokens, loss mask, documents; lengths"
     assert decode["arguments"]["drafter"] == 2 * drafter, "served in the target's dtype"
     caches = 3 * 2 * 2 * 2 * 128 * 8 * 2  # layers of both, keys and values, rows, heads, capacity, width, bytes
     assert decode["arguments"]["caches"] == caches // 2, "split by heads"
