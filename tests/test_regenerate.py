@@ -7,7 +7,7 @@ import pytest
 from tiny_run import files_of_at_most, tiny_target, user
 
 from dflash_jax.config import DecodeConfig
-from dflash_jax.data import tokenize_conversation
+from dflash_jax.conversations import tokenize_conversation
 from dflash_jax.errors import ConfigError, DataError, DFlashError
 from dflash_jax.generate import generate
 from dflash_jax.lock import only_process
