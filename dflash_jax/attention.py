@@ -44,16 +44,20 @@ def cached_attention(
         return _join_chunks(jax.lax.map(attend, parts))[:, :length]
     groups = k_BGCE.shape[1]
     factor = jnp.float32(width**-0.5 if scale is None else scale)
+    # Rows of one matrix a group, in the scores' order: XLA would transpose the scores otherwise, the largest arrays here.
     q_BTGRE = q_BTHE.reshape(batch, length, groups, heads // groups, width) * factor
-    scores_BGRTC = softcap(product("btgre,bgce->bgrtc", q_BTGRE, k_BGCE, dtype), cap)
+    rows_BGNE = jnp.swapaxes(q_BTGRE, 1, 2).reshape(batch, groups, -1, width)
+    scores_BGNC = softcap(product("bgne,bgce->bgnc", rows_BGNE, k_BGCE, dtype), cap)
+    scores_BGTRC = scores_BGNC.reshape(batch, groups, length, -1, k_BGCE.shape[2])
     slots_C = jnp.arange(k_BGCE.shape[2], dtype=positions_BT.dtype)
     seen_BTC = slots_C[None, None, :] <= positions_BT[:, :, None]
     if window is not None:
         seen_BTC &= slots_C[None, None, :] > positions_BT[:, :, None] - window
     if starts_BT is not None:
         seen_BTC &= slots_C[None, None, :] >= starts_BT[:, :, None]
-    weights_BGRTC = jax.nn.softmax(jnp.where(seen_BTC[:, None, None], scores_BGRTC, HIDDEN_SCORE), axis=-1)
-    return product("bgrtc,bgce->btgre", weights_BGRTC, v_BGCE, dtype).reshape(batch, length, heads, width)
+    weights_BGTRC = jax.nn.softmax(jnp.where(seen_BTC[:, None, :, None], scores_BGTRC, HIDDEN_SCORE), axis=-1)
+    out_BGNE = product("bgnc,bgce->bgne", weights_BGTRC.reshape(scores_BGNC.shape), v_BGCE, dtype)
+    return jnp.swapaxes(out_BGNE.reshape(batch, groups, length, -1, width), 1, 2).reshape(batch, length, heads, width)
 
 
 def anchored_attention(
@@ -78,7 +82,7 @@ def anchored_attention(
     a block has position anchor + k. `window`: a query at position p sees keys at positions > p - window, and < p + window unless
     `causal`. `starts_BA`: nor does a block see context before its start, where its document begins (packed rows; a position here is
     a slot). Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and `remat` recomputes their scores
-    in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats.
+    in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats, which has no gradient.
     """
     batch, anchors, slots, heads, width = q_BAKHE.shape
     groups, context = context_k_BGTE.shape[1:3]
@@ -86,8 +90,11 @@ def anchored_attention(
 
     def attend(part: tuple[Array, Array, Array, Array, Array | None]) -> tuple[Array, Array]:
         q, block_k, block_v, anchors_BA, starts_BA = part
-        context_scores = product("bakgre,bgte->bgrakt", q, context_k_BGTE, dtype)
-        block_scores = product("bakgre,bajge->bgrakj", q, block_k, dtype)
+        # Rows of one matrix a group, in the scores' order: XLA would transpose the scores otherwise, the largest arrays here.
+        q = jnp.moveaxis(q, (3, 4), (1, 2))
+        rows_BGNE = q.reshape(batch, groups, -1, width)
+        context_scores = product("bgne,bgte->bgnt", rows_BGNE, context_k_BGTE, dtype).reshape(*q.shape[:-1], context)
+        block_scores = product("bgrake,bajge->bgrakj", q, block_k, dtype)
         context_seen, block_seen = _seen(anchors_BA, slots, context, causal=causal, window=window, ring=ring)
         if starts_BA is not None:
             context_seen &= jnp.arange(context, dtype=starts_BA.dtype)[None, None, None] >= starts_BA[:, :, None, None]
@@ -96,13 +103,16 @@ def anchored_attention(
         # One softmax over two parts: a common maximum, then one normaliser. Its gradient is zero, so it is not traced.
         top = jax.lax.stop_gradient(jnp.maximum(context_scores.max(-1), block_scores.max(-1)))[..., None]
         context_e, block_e = jnp.exp(context_scores - top), jnp.exp(block_scores - top)
-        total = context_e.sum(-1, keepdims=True) + block_e.sum(-1, keepdims=True)
-        context_w, block_w = context_e / total, block_e / total
-        out = product("bgrakt,bgte->bakgre", context_w, context_v_BGTE, dtype)
-        out = out + product("bgrakj,bajge->bakgre", block_w, block_v, dtype)
-        # entropy = log Z - E[score]; hidden scores have weight exactly 0
-        mean_score = (context_w * (context_scores - top)).sum(-1) + (block_w * (block_scores - top)).sum(-1)
-        return out, (jnp.log(total[..., 0]) - mean_score).mean(axis=(1, 2, 4))
+        total_BGRAK = context_e.sum(-1) + block_e.sum(-1)
+        out = product("bgnt,bgte->bgne", context_e.reshape(*rows_BGNE.shape[:3], context), context_v_BGTE, dtype).reshape(q.shape)
+        out = out + product("bgrakj,bajge->bgrake", block_e, block_v, dtype)
+        # Divided afterwards: outputs are fewer than scores.
+        out = jnp.moveaxis(out / total_BGRAK[..., None], (1, 2), (3, 4))
+        # entropy = log Z - E[score]; hidden scores have weight exactly 0. Nobody learns from it, yet a loop's gradient would run it.
+        e_and_s = jax.lax.stop_gradient((context_e, context_scores - top, block_e, block_scores - top))
+        sum_BGRAK = (e_and_s[0] * e_and_s[1]).sum(-1) + (e_and_s[2] * e_and_s[3]).sum(-1)
+        total_BGRAK = jax.lax.stop_gradient(total_BGRAK)
+        return out, (jnp.log(total_BGRAK) - sum_BGRAK / total_BGRAK).mean(axis=(1, 2, 4))
 
     if remat:
         attend = jax.checkpoint(attend)

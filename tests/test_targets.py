@@ -136,7 +136,9 @@ def oracle(request, tmp_path):
         )
         torch.manual_seed(0)
         model = model_class._from_config(config, attn_implementation="eager").eval()
-        neutral = 0.0 if family.startswith("Gemma") else 1.0  # Gemma's norms multiply by 1 + weight; twice as much grows layer by layer
+        neutral = (
+            0.0 if family.startswith("Gemma") else 1.0
+        )  # Gemma's norms multiply by 1 + weight; twice as much grows layer by layer
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too, or mistakes in them would not show
                 noise = torch.randn(parameter.shape)
