@@ -82,7 +82,7 @@ def anchored_attention(
     a block has position anchor + k. `window`: a query at position p sees keys at positions > p - window, and < p + window unless
     `causal`. `starts_BA`: nor does a block see context before its start, where its document begins (packed rows; a position here is
     a slot). Decoding is the case A = 1. `anchor_chunk` blocks a row are scored at once, and `remat` recomputes their scores
-    in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats, which has no gradient.
+    in the backward pass. Returns float32 outputs and each block's mean attention entropy in nats, without gradient.
     """
     batch, anchors, slots, heads, width = q_BAKHE.shape
     groups, context = context_k_BGTE.shape[1:3]
@@ -108,7 +108,7 @@ def anchored_attention(
         out = out + product("bgrakj,bajge->bgrake", block_e, block_v, dtype)
         # Divided afterwards: outputs are fewer than scores.
         out = jnp.moveaxis(out / total_BGRAK[..., None], (1, 2), (3, 4))
-        # entropy = log Z - E[score]; hidden scores have weight exactly 0. Nobody learns from it, yet a loop's gradient would run it.
+        # entropy = log Z - E[score]; hidden scores have weight exactly 0. Nobody learns from it, but a loop would differentiate it.
         e_and_s = jax.lax.stop_gradient((context_e, context_scores - top, block_e, block_scores - top))
         sum_BGRAK = (e_and_s[0] * e_and_s[1]).sum(-1) + (e_and_s[2] * e_and_s[3]).sum(-1)
         total_BGRAK = jax.lax.stop_gradient(total_BGRAK)
