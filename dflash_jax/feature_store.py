@@ -28,6 +28,7 @@ from dflash_jax.errors import ConfigError, DataError
 FORMAT = 1
 """raise it when other bytes would be made from the same target and text"""
 MADE_FROM = "made_from.json"
+OTHER_BYTES = "other bytes than were written"
 MAKE = "`python -m dflash_jax cache` with the options of this run"
 
 
@@ -135,11 +136,19 @@ class ShardWriter:
             ) from None
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """A JSON file that appears whole or not at all."""
+def write_whole(path: Path, content: Any) -> None:
+    """A JSON file with its own CRC-32 that appears whole or not at all."""
     beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps({"crc": zlib.crc32(json.dumps(content).encode()), "content": content}) + "\n", encoding="utf-8")
     beside.rename(path)
+
+
+def read_whole(path: Path) -> Any:
+    """The content of such a file. Raises `OSError`, or `ValueError` when it is not what was written."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or zlib.crc32(json.dumps(found.get("content")).encode()) != found.get("crc"):
+        raise ValueError(OTHER_BYTES)
+    return found["content"]
 
 
 def sealed(folder: Path, layout: Layout) -> tuple[list[Shard], dict[str, str]]:
@@ -152,14 +161,13 @@ def sealed(folder: Path, layout: Layout) -> tuple[list[Shard], dict[str, str]]:
             continue
         path = seal.with_suffix(".features")
         try:
-            shard = Shard(path.name, **json.loads(seal.read_text(encoding="utf-8")))
-            np.asarray([shard.ids, shard.lengths, shard.crcs], np.int64)  # as many of each, and all of them numbers
+            shard = Shard(path.name, **read_whole(seal))
             have, want = path.stat().st_size, sum(shard.lengths) * layout.token_bytes
             if have != want:
                 raise ValueError(f"{have} bytes, not the {want} written")
         except FileNotFoundError:
             faults[path.name] = "it is missing"
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             faults[path.name] = str(error)
         else:
             whole.setdefault((named[1], int(named[2])), []).append(shard)
@@ -202,20 +210,22 @@ class FeatureStore:
         self.shards, faults = sealed(folder, layout)
         for name, fault in faults.items():
             raise DataError(f"{folder / name} is damaged ({fault}): {MAKE} makes that shard again")
-        index = [
-            (name, number, place, start)
+        parts = [
+            (shard.ids, [number] * len(shard.ids), range(len(shard.ids)), np.cumsum([0, *shard.lengths])[:-1])
             for number, shard in enumerate(self.shards)
-            for place, (name, start) in enumerate(zip(shard.ids, np.cumsum([0, *shard.lengths]).tolist(), strict=False))
         ]
-        self._index_N4 = np.asarray(sorted(index), np.int64).reshape(-1, 4)
-        if not np.array_equal(self._index_N4[:, 0], ids_N):
-            raise DataError(f"{folder} holds the features of {len(index)} of {len(ids_N)} conversations: {MAKE} goes on with it")
+        index_4N = np.concatenate([np.zeros((4, 0), np.int64), *(np.asarray(part, np.int64) for part in parts)], axis=1)
+        self._index_4N = index_4N[:, np.argsort(index_4N[0])]
+        if not np.array_equal(self._index_4N[0], ids_N):
+            raise DataError(
+                f"{folder} holds the features of {index_4N.shape[1]} of {len(ids_N)} conversations: {MAKE} goes on with it"
+            )
 
     def read(self, names: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Codes and scales (`Layout.arrays`) of the conversations with these ids."""
         found = []
-        for place in np.searchsorted(self._index_N4[:, 0], names):
-            _, shard, index, start = self._index_N4[place].tolist()
+        for place in np.searchsorted(self._index_4N[0], names):
+            _, shard, index, start = self._index_4N[:, place].tolist()
             found.append(self.layout.arrays(_document(self.folder, self.layout, self.shards[shard], index, start)))
         return found
 
@@ -231,9 +241,7 @@ def store_folder(config: FeaturesConfig, made_from: dict[str, Any]) -> Path:
 def read_made_from(folder: Path) -> dict[str, Any]:
     """What `made_from.json` says. Raises `DataError` when it is damaged."""
     try:
-        found = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or {"made_from", "rows", "sizes"} != set(found) or not isinstance(found["made_from"], dict):
-            raise ValueError("it says something else than it should")
+        found: dict[str, Any] = read_whole(folder / MADE_FROM)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / MADE_FROM} is damaged ({error}): delete that folder, and {MAKE} makes it again") from None
     return found

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import Config
 from dflash_jax.data import ConversationDataset
@@ -152,8 +153,7 @@ class Cached(Features):
         self.identity = {"features": self.store.folder.name}
         say(f"features: {config.features.dtype}, read from {self.store.folder}")
         if sizes_M is not None:
-            whole = lambda codes_BTM, scales_BTN: decode(codes_BTM, scales_BTN, jnp.asarray(sizes_M))
-            self.decode = jax.jit(whole, out_shardings=NamedSharding(mesh, BATCH))
+            self.sizes_M = jax.device_put(sizes_M, NamedSharding(mesh, PartitionSpec()))
 
     def read(self, raw: Raw) -> Raw:
         """The batch with what is kept of its conversations, zero on padding."""
@@ -172,4 +172,9 @@ class Cached(Features):
         codes_BTM = place_rows(raw["codes_BTM"], self.mesh)
         if self.layout.dtype == "bfloat16":
             return codes_BTM
-        return self.decode(codes_BTM, place_rows(raw["scales_BTN"], self.mesh))
+        return _decoded(codes_BTM, place_rows(raw["scales_BTN"], self.mesh), self.sizes_M, mesh=self.mesh)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _decoded(codes_BTM: jax.Array, scales_BTN: jax.Array, sizes_M: jax.Array, *, mesh: Mesh) -> Any:
+    return jax.lax.with_sharding_constraint(decode(codes_BTM, scales_BTN, sizes_M), NamedSharding(mesh, BATCH))

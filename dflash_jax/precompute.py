@@ -4,13 +4,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from dflash_jax.config import Config, check_counts
@@ -19,6 +19,7 @@ from dflash_jax.distributed import from_main, initialize, is_main, say, wait_for
 from dflash_jax.errors import ConfigError, DataError
 from dflash_jax.feature_store import (
     MADE_FROM,
+    OTHER_BYTES,
     Layout,
     Shard,
     ShardWriter,
@@ -37,7 +38,7 @@ from dflash_jax.packing import documents
 from dflash_jax.sharding import BATCH, collected, make_mesh
 from dflash_jax.stop import StopRequests
 from dflash_jax.targets import DenseTarget
-from dflash_jax.train_step import place_batch, target_features
+from dflash_jax.train_step import Batch, place_batch, target_features
 from dflash_jax.warm_start import tap_sizes
 
 SHARD_BYTES = 1 << 28
@@ -101,7 +102,7 @@ def _clear(folder: Path, layout: Layout, check: bool) -> None:
             for _ in read_shard(folder, layout, shard):
                 pass
         except DataError:
-            faults[shard.name] = "other bytes than were written"
+            faults[shard.name] = OTHER_BYTES
     for name, fault in faults.items():
         print(f"warning: the shard {folder / name} is damaged ({fault}): it is made again", file=sys.stderr, flush=True)
     kept = {Path(shard.name).stem for shard in shards if shard.name not in faults}
@@ -153,21 +154,16 @@ def _write(
     """Compute and write the batches that no shard has; 0, or the exit status when someone asked to stop."""
     done = {step for shard in shards for step in range(shard.first, shard.end)}
     missing = [step for step in range(dataset.steps_in(1)) if step not in done]
-    sizes, last = read_made_from(folder)["sizes"], needs_hidden(config)
-    sizes_M = None if sizes is None else np.asarray(sizes, np.float32)
-
-    def compute(params: Any, batch: Any) -> Any:
-        whole = collected(params, mesh, target.config.dtype)
-        return encode(target_features(target, whole, batch, taps, last), layout, None if sizes_M is None else jnp.asarray(sizes_M))
-
-    run = jax.jit(compute, out_shardings=NamedSharding(mesh, BATCH))
+    sizes = read_made_from(folder)["sizes"]
+    sizes_M = None if sizes is None else jax.device_put(np.asarray(sizes, np.float32), NamedSharding(mesh, PartitionSpec()))
+    how = {"target": target, "taps": taps, "last": needs_hidden(config), "layout": layout, "mesh": mesh}
 
     def computed() -> Iterator[tuple[dict[str, Any], Any]]:
         """The device works on the next batch while one is written."""
         ahead = None
         for step in missing:
             raw: dict[str, Any] = dataset.batch(step)
-            now = (raw, run(target.params, place_batch(raw, mesh)))
+            now = (raw, _kept(target.params, place_batch(raw, mesh), sizes_M, **how))
             if ahead is not None:
                 yield ahead
             ahead = now
@@ -196,6 +192,15 @@ def _write(
             if asked and step != missing[-1]:
                 return stop.status
     return 0
+
+
+@partial(jax.jit, static_argnames=("target", "taps", "last", "layout", "mesh"))
+def _kept(
+    params: Any, batch: Batch, sizes_M: Any, *, target: DenseTarget, taps: tuple[int, ...], last: bool, layout: Layout, mesh: Mesh
+) -> Any:
+    """What is kept of a batch: codes [B, T, M] and scales [B, T, N] or None."""
+    features_BTM = target_features(target, collected(params, mesh, target.config.dtype), batch, taps, last)
+    return jax.lax.with_sharding_constraint(encode(features_BTM, layout, sizes_M), NamedSharding(mesh, BATCH))
 
 
 def consecutive(steps: list[int], most: int) -> list[list[int]]:
