@@ -103,6 +103,7 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         with self._tried():
+            self.path.with_suffix(".json").unlink(missing_ok=True)  # of a shard that is made again
             self._file = open(self.path, "wb")
         return self
 

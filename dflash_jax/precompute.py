@@ -96,7 +96,8 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
 
 def _clear(folder: Path, layout: Layout, check: bool) -> None:
     """Remove what is not whole: what kills have left, and, said by name, what was damaged since."""
-    shards, faults = sealed(folder, layout)
+    described = (folder / MADE_FROM).exists() and bool(read_made_from(folder))  # else the shards mean nothing
+    shards, faults = sealed(folder, layout) if described else ([], {})
     for shard in shards if check else ():
         try:
             for _ in read_shard(folder, layout, shard):

@@ -328,9 +328,10 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path, computed, whole, targ
     with pytest.raises(
         DataError, match=r"00000001-0of1\.features is damaged .*`python -m dflash_jax cache` .* makes that shard again"
     ):
-        [Cached(config, tiny_run.mesh(), target, TAPS, dataset).read(dataset.batch(step)) for step in range(2)]
+        features = Cached(config, tiny_run.mesh(), target, TAPS, dataset)
+        list(dataset.iterator(2, features.read, features.prefetch))
     assert make(tmp_path, check) == 0
-    assert len(computed) == 1
+    assert len(computed) == 1, "the other shards are kept"
     (warning,) = re.findall("warning: .*", capsys.readouterr().err)
     assert re.search(rf"00000001-0of1\.features is damaged \(.*{said}.*\): it is made again", warning)
     assert contents(tmp_path) == contents(whole)
@@ -362,6 +363,8 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
     assert "made_from.json is damaged (other bytes than were written): delete that folder" in refusal(
         tmp_path, features__dtype="int8"
     )
+    with pytest.raises(DataError, match=r"made_from\.json is damaged"):
+        make(tmp_path, features__dtype="int8")
     with pytest.raises(DataError, match="holds no target features for this run"):
         trainer.fit(config_of(tmp_path / "none", tmp_path / "r", train__features="cache"))
     assert not (tmp_path / "r").exists()
