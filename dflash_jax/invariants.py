@@ -34,7 +34,11 @@ class Model:
         self.tokens_BT = jax.random.randint(keys[2], (1, 24), 8, TARGET.vocab_size)
         positions_BT = jnp.arange(24, dtype=jnp.int32)[None]
         cache = self.target.init_cache(1, 24)
-        _, self.taps_BTM, _ = self.target.extend(self.target.params, self.tokens_BT, positions_BT, cache, drafter.target_layer_ids)
+
+        def taps(params: Any) -> Any:
+            return self.target.extend(params, self.tokens_BT, positions_BT, cache, drafter.target_layer_ids)[1]
+
+        self.taps_BTM = jax.jit(taps)(self.target.params)
         self.anchors_BA = jnp.asarray([[5, 9, 14]], jnp.int32)
 
     def embed(self, tokens: Any) -> Any:
@@ -58,11 +62,11 @@ def one_pass_drafts_all() -> str | None:
     state, _ = start(target, drafter, model.tokens_BT.tolist(), DecodeConfig(DRAFTER.block_size))
     head_VD = drafter.head(drafter.params, target, target.params)
     drafts: list[Any] = []
-    passes = _count_calls(
-        DraftModel,
-        "blocks",
-        lambda: drafts.append(draft(target.params, drafter.params, head_VD, state, target, drafter, DRAFTER.block_size)[0]),
-    )
+
+    def tokens(params: Any) -> Any:
+        return draft(target.params, params, head_VD, state, target, drafter, DRAFTER.block_size)[0]
+
+    passes = _count_calls(DraftModel, "blocks", lambda: drafts.append(jax.jit(tokens)(drafter.params)))
     wanted = (1, DRAFTER.block_size - 1)
     return None if passes == 1 and drafts[0].shape == wanted else f"{passes} passes drafted {drafts[0].shape}, not {wanted}"
 
@@ -124,7 +128,7 @@ def gradients_reach_everything() -> str | None:
         )
         return sums.weighted
 
-    for path, grad in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(model.drafter.params)):
+    for path, grad in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.drafter.params)):
         if not bool(jnp.isfinite(grad).all()) or float(jnp.abs(grad).max()) == 0:
             return f"the gradient of {jax.tree_util.keystr(path)} is zero or not finite"
     return None

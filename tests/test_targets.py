@@ -136,10 +136,11 @@ def oracle(request, tmp_path):
         )
         torch.manual_seed(0)
         model = model_class._from_config(config, attn_implementation="eager").eval()
+        neutral = 0.0 if family.startswith("Gemma") else 1.0  # Gemma's norms multiply by 1 + weight; twice as much grows layer by layer
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too, or mistakes in them would not show
                 noise = torch.randn(parameter.shape)
-                parameter.copy_(noise * 32**-0.5 if parameter.ndim == 2 else 0.2 * noise + 1.0)
+                parameter.copy_(noise * 32**-0.5 if parameter.ndim == 2 else 0.2 * noise + neutral)
             tokens, mask, positions = padded_rows(61)
             out = model(
                 torch.tensor(tokens).long(),

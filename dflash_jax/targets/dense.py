@@ -190,7 +190,7 @@ class DenseTarget:
         model = nnx.merge(self.graphdef, params)
         grown, outputs = [], []
         for layer, rope, kv in zip(model.layers, self._ropes(positions_BT), caches, strict=True):
-            x_BTD, kv = layer(x_BTD, rope, slots_BT, starts_BT, kv)
+            x_BTD, kv = _one_layer(layer, x_BTD, rope, slots_BT, starts_BT, kv)
             grown.append(kv)
             outputs.append(x_BTD)
         taps_BTM = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else jnp.zeros((*tokens_BT.shape, 0), jnp.float32)
@@ -214,6 +214,14 @@ class DenseTarget:
         full = rope_tables(c.rope, c.head_dim, positions_BT)
         local = full if c.local_rope is None else rope_tables(c.local_rope, c.head_dim, positions_BT)
         return [None if i in c.layers_without_rope else full if window is None else local for i, window in enumerate(windows)]
+
+
+@jax.jit
+def _one_layer(
+    layer: DecoderLayer, x_BTD: Array, rope: Rope, slots_BT: Array, starts_BT: Array | None, kv: KeysValues
+) -> tuple[Array, KeysValues]:
+    """Layers that differ in their parameters only are traced once, whatever their number; XLA puts them in line again."""
+    return layer(x_BTD, rope, slots_BT, starts_BT, kv)
 
 
 def abstract_decoder(config: TargetConfig) -> DenseDecoder:
