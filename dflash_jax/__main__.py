@@ -1,4 +1,4 @@
-"""python -m dflash_jax COMMAND: regenerate, bench, doctor, export, aot, invariants. `COMMAND --help` lists the options."""
+"""python -m dflash_jax COMMAND: regenerate, cache, bench, doctor, export, aot, invariants. `COMMAND --help` lists the options."""
 
 import dataclasses
 import sys
@@ -16,6 +16,7 @@ from dflash_jax.export import FORMATS, export_drafter
 from dflash_jax.hf import load_drafter, load_target, load_text_target
 from dflash_jax.invariants import check_invariants
 from dflash_jax.model_config import Dtype
+from dflash_jax.precompute import precompute
 from dflash_jax.prompts import packaged_prompts
 from dflash_jax.regenerate import regenerate
 
@@ -49,6 +50,18 @@ def regenerate_command(argv: list[str]) -> int:
         return INTERRUPTED
     print(f"{written} answers written to {out}")
     return 0
+
+
+def cache_command(argv: list[str]) -> int:
+    """Keep the target's features of the training text on disk."""
+    parser = config_parser(
+        "Compute the target's features of the training text once, for training with --train.features cache. Give the options of "
+        "the training run; data.batch_size and data.buckets may be others. Run it again after a kill: it continues.",
+        prog="dflash_jax cache",
+    )
+    parser.add_argument("--check", action="store_true", help="read all that is there first, and make again what is damaged")
+    parsed = parser.parse_args(argv)
+    return precompute(build_config(parsed, parser), parsed.check)
 
 
 def bench_command(argv: list[str]) -> int:
@@ -151,6 +164,7 @@ def invariants_command(argv: list[str]) -> int:
 
 COMMANDS = {
     "regenerate": regenerate_command,
+    "cache": cache_command,
     "bench": bench_command,
     "doctor": doctor_command,
     "export": export_command,

@@ -207,7 +207,7 @@ def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh
     batch = Batch(shape(jnp.int32, rows, length), shape(bool, rows, length), shape(jnp.int32, rows), documents)
     # kept features come from a program of their own
     width = len(sizes_M) + (target.config.hidden_size if config.train.loss != "ce" else 0)
-    taps = shape(jnp.float32, rows, length, width) if config.train.features == "memory" else None
+    taps = shape(jnp.bfloat16, rows, length, width) if config.train.features != "online" else None
     micro, anchors = config.optim.accumulation, config.train.anchors_per_row
     name = f"train step ({rows} rows of {length} in {micro} micro-batches, {anchors} blocks of {drafter.block_size} a row)"
     arguments = {"target": target.params, "drafter": state.params, "optimizer": state.opt_state, "batch": (batch, taps)}

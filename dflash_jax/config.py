@@ -153,6 +153,20 @@ class DistributedConfig:
     """ask the cluster instead (Slurm, Open MPI, Kubernetes), as jax.distributed.initialize does"""
 
 
+FeatureDtype = Literal["bfloat16", "int8"]
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """The cache of target features that `python -m dflash_jax cache` writes and `train.features: cache` reads."""
+
+    folder: str = "runs/features"
+    """folder that keeps them; all processes must share it"""
+    dtype: FeatureDtype = "bfloat16"
+    """bfloat16: 2 bytes a number, what a bfloat16 drafter reads anyway. int8: half of that, each number off by a percent or two of
+    its usual size"""
+
+
 Loss = Literal["ce", "ce_argmax", "kl", "tv", "lk"]
 SlotWeights = Literal["decay", "dpace"]
 
@@ -187,8 +201,10 @@ class TrainConfig:
     vocab_sample: int = 0
     """tokens that stand for the vocabulary in each step's loss (sampled softmax); 0 takes all. Where products are slow (CPUs) a
     sixth of the vocabulary halves the step's cost; accuracy and acceptance_length are then judged among them, a little high"""
-    features: Literal["online", "memory"] = "online"
-    """memory keeps every row's target features (bfloat16) after its first epoch: worth it for several epochs when they fit"""
+    features: Literal["online", "memory", "cache"] = "online"
+    """online: each step computes the target's features of its rows. memory keeps every row's (bfloat16) after its first epoch: it
+    pays for several epochs when they fit. cache reads those that `python -m dflash_jax cache` has written to features.folder: for
+    many epochs or many runs over one text, where the disk is faster than the target"""
     remat: bool = True
     """recompute attention scores in the backward pass instead of keeping them"""
     remat_layers: bool = False
@@ -276,6 +292,7 @@ class Config:
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
+    features: FeaturesConfig = FeaturesConfig()
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = DecodeConfig()
     bench: BenchConfig = field(default_factory=BenchConfig)

@@ -2,16 +2,21 @@
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from dflash_jax.config import DataConfig
+from dflash_jax.config import Config, DataConfig
 from dflash_jax.conversations import NO_ANSWER
 from dflash_jax.errors import ConfigError
 from dflash_jax.packing import FILLER_ID, OPEN_ROWS, Rows, one_a_row, pack, plan_epoch
 from dflash_jax.records import CUT_AWAY, TOO_SHORT, open_records
+from dflash_jax.sharding import process_rows
+from dflash_jax.targets import DenseTarget
 from dflash_jax.tokenizer import Tokenizer
 
 
@@ -75,13 +80,17 @@ class ConversationDataset:
             self._ends.append(self.steps_in(len(self._ends)) + len(self._plan(len(self._ends)).batches))
         return self._ends[epochs - 1] if epochs else 0
 
-    def iterator(self, steps: int | None = None) -> grain.DatasetIterator:
+    def iterator(
+        self, steps: int | None = None, read: Callable[[Any], Any] = lambda batch: batch, prefetch: int = 8
+    ) -> grain.DatasetIterator:
         """A Grain iterator over so many batches (None: those of the config's epochs), each epoch in its own order.
+        `prefetch` of them are made ahead, with what `read` adds to them.
 
         `get_state()` is a small dict and `set_state()` continues exactly after the batch that was taken last.
         """
         source = _BatchSource(self, self.steps_in(self.config.num_epochs) if steps is None else steps)
-        return iter(grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        return iter(grain.MapDataset.source(source).map(read).to_iter_dataset(options))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -159,6 +168,27 @@ class ConversationDataset:
                     batch["id_B"][row] = record.id
                 batch["length_B"][row] = start
         return batch
+
+
+def training_data(config: Config, target: DenseTarget, mesh: Mesh) -> ConversationDataset:
+    """The text of a run as this process reads it. Raises `ConfigError` also for rows that the target has no positions for."""
+    pad, most = target.config.pad_token_id, target.config.max_position
+    dataset = ConversationDataset(
+        config.data,
+        target.tokenizer,
+        pad if pad is not None and 0 <= pad < target.config.vocab_size else 0,
+        jax.process_index(),
+        jax.process_count(),
+        target.config.vocab_size,
+        process_rows(mesh, config.data.batch_size),
+    )
+    longest = int(dataset.lengths_N.max())
+    if longest > most:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length} and there are rows of {longest} tokens, but the target's context has "
+            f"{most}: lower it"
+        )
+    return dataset
 
 
 class _BatchSource:

@@ -52,6 +52,14 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
     return made
 
 
+def tapped_layers(config: Config, target: DenseTarget) -> tuple[int, ...]:
+    """The target layers that the run's drafter reads."""
+    described = (
+        _loaded(config.drafter, target, {}).config if config.train.init == "loaded" else drafter_config(config, target.config)
+    )
+    return described.target_layer_ids
+
+
 def first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     """The drafter before the first step, as `train.init` says. Raises `ConfigError` when it cannot be what the run asks for."""
     size = config.drafter.draft_vocab_size

@@ -213,6 +213,7 @@ def make_train_step(
         target_params = collected(target_params, mesh, target.config.dtype)
         if taps_BTM is None:
             taps_BTM = target_features(target, target_params, batch, taps, last)
+        taps_BTM = taps_BTM.astype(jnp.float32)  # those that were kept are bfloat16
         if taps_BTM.shape[-1] != width + hidden:
             raise ConfigError(
                 f"the given target features are {taps_BTM.shape[-1]} numbers a token, but train.loss {config.train.loss} needs "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import time
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -20,10 +18,11 @@ from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.cli import INTERRUPTED
 from dflash_jax.config import Config, check_counts, to_json
 from dflash_jax.conversations import expand_files, first_messages, read_prompts
-from dflash_jax.data import ConversationDataset
+from dflash_jax.data import training_data
 from dflash_jax.distributed import everyone, from_main, initialize, is_main, on_host, say, wait_for_all
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, NonFiniteLossError, PromptError, named
+from dflash_jax.features import Features, check_features, open_features
 from dflash_jax.first_drafter import first_drafter, sample_batch
 from dflash_jax.generate import check_prompts, generate
 from dflash_jax.hf import load_text_target, save_drafter
@@ -31,13 +30,12 @@ from dflash_jax.lock import only_process
 from dflash_jax.metrics import MetricsWriter
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer, schedule
-from dflash_jax.packing import documents
 from dflash_jax.progress import Pace, Profile, last_words, memory_estimate, peak_flops, speed, step_flops
 from dflash_jax.prompts import Prompt, packaged_prompts
-from dflash_jax.sharding import make_mesh, place_rows, process_rows, replicated_dimensions
+from dflash_jax.sharding import make_mesh, replicated_dimensions
 from dflash_jax.stop import StopRequests
 from dflash_jax.targets import DenseTarget
-from dflash_jax.train_step import Batch, StepMetrics, TrainState, init_state, make_train_step, place_batch, target_features
+from dflash_jax.train_step import StepMetrics, TrainState, init_state, make_train_step, place_batch
 from dflash_jax.warm_start import tap_sizes
 
 PACKAGED = "packaged"
@@ -52,6 +50,7 @@ def fit(config: Config) -> int:
     check_counts(config)
     _check_files(config)
     initialize(config.distributed)
+    check_features(config)
     with ExitStack() as held:
         return _fit(config, Path(config.train.run_dir), held)
 
@@ -61,25 +60,11 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     if not config.data.train:
         raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
-    pad = target.config.pad_token_id
-    dataset = ConversationDataset(
-        config.data,
-        target.tokenizer,
-        pad if pad is not None and 0 <= pad < target.config.vocab_size else 0,
-        jax.process_index(),
-        jax.process_count(),
-        target.config.vocab_size,
-        process_rows(mesh, config.data.batch_size),
-    )
-    longest = int(dataset.lengths_N.max())
-    if longest > target.config.max_position:
-        raise ConfigError(
-            f"data.max_length is {config.data.max_length} and there are rows of {longest} tokens, but the target's context has "
-            f"{target.config.max_position}: lower it"
-        )
+    dataset = training_data(config, target, mesh)
     steps = config.train.steps or dataset.steps_in(config.data.num_epochs)
     first = first_drafter(config, target, dataset)
     drafter = Drafter(first.config, None)  # its parameters live in the state alone
+    features = open_features(config, mesh, target, drafter.config.target_layer_ids, dataset)
     tap_sizes_M = tap_sizes(target, drafter.config.target_layer_ids, sample_batch(dataset))
     tx = optimizer(config.optim, steps, tap_sizes_M)
     train_step = make_train_step(config, target, drafter, tx, mesh)
@@ -89,8 +74,8 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     if is_main():
         held.enter_context(only_process(run_dir))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep)
-    iterator = dataset.iterator(steps)
-    identity = _identity(config, drafter.config, steps, dataset.fingerprint)
+    iterator = dataset.iterator(steps, features.read, features.prefetch)
+    identity = _identity(config, drafter.config, steps, dataset.fingerprint) | dict(features.identity)
     if config.train.resume:
         state, data_state = checkpoints.restore(state, identity)
         iterator.set_state(data_state)
@@ -114,12 +99,9 @@ def _fit(config: Config, run_dir: Path, held: ExitStack) -> int:
     drafts = f"{len(d.draft_token_ids)} of {d.vocab_size} tokens" if d.draft_token_ids else "all tokens"
     say(f"drafter: {d.num_draft_layers} layers, blocks of {d.block_size}, dropout {d.dropout}, drafts {drafts}")
     say(f"data: {dataset.summary()}")
-    if config.train.features == "memory":
-        kept = len(taps) + (config.train.loss != "ce")
-        _check_memory(2 * dataset.report["tokens"] * kept * target.config.hidden_size)
     say("\n".join([*replicated_dimensions(state.params, mesh), f"mesh: {dict(mesh.shape)}"]))
     say(memory_estimate(target.params, state))
-    loop = _Loop(config, mesh, target, drafter, train_step, checkpoints, iterator, identity, steps, run_dir)
+    loop = _Loop(config, mesh, target, drafter, features, train_step, checkpoints, iterator, identity, steps, run_dir)
     try:
         state, finished = loop.run(state)
         if not finished:
@@ -146,14 +128,6 @@ def _export(drafter: Drafter, folder: Path) -> None:
     if is_main():
         save_drafter(drafter, folder)
     wait_for_all("exported")
-
-
-def _check_memory(needed: int) -> None:
-    """Refuse kept features that do not fit, before hours of filling the memory."""
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    say(f"features: {needed / 2**30:.1f} GiB of memory once every row was seen, of {have / 2**30:.1f}")
-    if needed > 0.9 * have:
-        raise ConfigError("train.features memory needs more memory than there is: use online, or fewer rows")
 
 
 def _check_files(config: Config) -> None:
@@ -186,6 +160,7 @@ class _Loop:
         mesh: Mesh,
         target: DenseTarget,
         drafter: Drafter,
+        features: Features,
         train_step: Any,
         checkpoints: Checkpoints,
         iterator: Any,
@@ -193,7 +168,7 @@ class _Loop:
         steps: int,
         run_dir: Path,
     ) -> None:
-        self.config, self.mesh, self.target, self.drafter = config, mesh, target, drafter
+        self.config, self.mesh, self.target, self.drafter, self.features = config, mesh, target, drafter, features
         self.train_step, self.checkpoints, self.iterator, self.identity = train_step, checkpoints, iterator, identity
         self.steps, self.run_dir = steps, run_dir
         self.merged_config = json.loads(to_json(config))
@@ -211,11 +186,6 @@ class _Loop:
                 check_prompts(target, self.heldout)
             except PromptError as error:
                 raise PromptError(f"data.heldout: {error}") from None
-        if config.train.features == "memory" and jax.process_count() > 1:
-            raise ConfigError("train.features memory works in one process only: use online")
-        self.kept_features: dict[int, np.ndarray] = {}
-        layers, last = drafter.config.target_layer_ids, config.train.loss != "ce"
-        self.features = jax.jit(lambda params, batch: target_features(target, params, batch, layers, last))
 
     def _heldout_prompts(self) -> list[Prompt]:
         data = self.config.data
@@ -247,7 +217,7 @@ class _Loop:
                 host = {"data_wait": time.perf_counter() - asked}
                 batch, width = place_batch(raw, self.mesh), raw["tokens_BT"].shape[1]
                 profile.before(step + 1)
-                state, metrics = self.train_step(state, self.target.params, batch, self._features(raw))
+                state, metrics = self.train_step(state, self.target.params, batch, self.features(raw))
                 position, step = self.iterator.get_state(), step + 1
                 if pending is not None:
                     self._note(*pending)
@@ -305,30 +275,6 @@ class _Loop:
             return False
         best = self.checkpoints.best
         return bool(from_main(best is None or tau >= best[1]))
-
-    def _features(self, raw: dict[str, Any]) -> Any:
-        """Kept target features of the rows, or None when the step computes them itself."""
-        if self.config.train.features == "online":
-            return None
-        kept = len(self.drafter.config.target_layer_ids) + (self.config.train.loss != "ce")
-        width = kept * self.target.config.hidden_size
-        taps_BTM = np.zeros((*raw["tokens_BT"].shape, width), np.float32)
-        for row, start, length, name in documents(raw):
-            slots = slice(start, start + length)
-            taps_BTM[row, slots] = self._document_features(raw["tokens_BT"][row, slots], name)
-        return place_rows(taps_BTM, self.mesh)
-
-    def _document_features(self, tokens_T: np.ndarray, name: int) -> np.ndarray:
-        """Features of one document, [T, M] bfloat16. They are computed alone, padded to the document's own bucket, so that they do
-        not depend on which rows it first came with: a resumed run sees the same bits."""
-        if name not in self.kept_features:
-            length = len(tokens_T)
-            bucket = min(b for b in self.config.data.buckets if b >= length)
-            tokens_1T = jnp.asarray(np.pad(tokens_T, (0, bucket - length))[None])
-            alone = Batch(tokens_1T, jnp.zeros(tokens_1T.shape, bool), jnp.asarray([length], jnp.int32))
-            taps_1TM = np.asarray(self.features(self.target.params, alone))
-            self.kept_features[name] = taps_1TM[0, :length].astype(ml_dtypes.bfloat16)
-        return self.kept_features[name]
 
     def _read(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {"sums": jax.device_get(metrics.sums), "grad_norm": float(metrics.grad_norm)}

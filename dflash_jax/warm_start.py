@@ -21,15 +21,16 @@ FUSER_PASS = 0.1
 """weight with which the fuser passes the deepest tap: features are normed after it, so it says how fast other taps gain on it"""
 
 
-def tap_sizes(target: Target, taps: tuple[int, ...], sample: Batch) -> Float[Array, " M"]:
-    """Root-mean-square of every tap dimension over the real tokens of sample rows but their first ones (attention sinks)."""
+def tap_sizes(target: Target, taps: tuple[int, ...], sample: Batch, last: bool = False) -> Float[Array, " M"]:
+    """Root-mean-square of every tap dimension over the real tokens of sample rows but their first ones (attention sinks), and
+    with `last` those of the final hidden states after them."""
     # over the host: the train step holds it as a constant, which an array of several processes cannot be
-    return jnp.asarray(on_host(_tap_sizes(target.params, sample, target=target, taps=taps)))
+    return jnp.asarray(on_host(_tap_sizes(target.params, sample, target=target, taps=taps, last=last)))
 
 
-@partial(jax.jit, static_argnames=("target", "taps"))
-def _tap_sizes(params: Any, sample: Batch, *, target: Target, taps: tuple[int, ...]) -> Float[Array, " M"]:
-    taps_BTM = target_features(target, params, sample, taps)
+@partial(jax.jit, static_argnames=("target", "taps", "last"))
+def _tap_sizes(params: Any, sample: Batch, *, target: Target, taps: tuple[int, ...], last: bool) -> Float[Array, " M"]:
+    taps_BTM = target_features(target, params, sample, taps, last)
     real_BT = _real(sample) & (jnp.arange(taps_BTM.shape[1], dtype=jnp.int32) > 0)[None]
     return jnp.sqrt(_mean(jnp.square(taps_BTM), real_BT)) + 1e-3
 

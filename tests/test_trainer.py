@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ import dflash_jax.trainer as trainer
 from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
+from dflash_jax.features import Memory
 from dflash_jax.generate import generate
 from dflash_jax.hf import load_drafter
 from dflash_jax.lock import only_process
@@ -420,13 +422,13 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, s
 
 def spoil(patch, *steps):
     """The target's features of these steps are not numbers."""
-    features, calls = trainer._Loop._features, []
+    features, calls = Memory.__call__, []
 
     def spoiled(self, raw):
         calls.append(None)
-        return features(self, raw) * np.float32("nan" if len(calls) in steps else 1)
+        return features(self, raw) * (float("nan") if len(calls) in steps else 1.0)
 
-    patch.setattr(trainer._Loop, "_features", spoiled)
+    patch.setattr(Memory, "__call__", spoiled)
 
 
 @pytest.mark.one_cell
@@ -580,7 +582,7 @@ def test_a_loaded_drafter_stays_what_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.one_cell
 def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
     with pytest.raises(ConfigError, match=r"train\.features memory needs more memory than there is: use online"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
 
