@@ -1,6 +1,7 @@
 """The drafter that a run starts with: at random, from its target, or loaded."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,27 +53,38 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
     return made
 
 
+def draft_tokens(config: Config, target: TargetConfig, frequent: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
+    """What a part of the vocabulary changes in a drafter's config. `frequent` names so many tokens. Raises `ConfigError`."""
+    size = config.drafter.draft_vocab_size
+    if not 0 <= size <= target.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.vocab_size}, the vocabulary")
+    return {"draft_token_ids": frequent(size)} if size else {}
+
+
+def path_to_load(config: Config) -> str | None:
+    """Where the drafter is that the run starts from; None: it is made. Raises `ConfigError`."""
+    if config.train.init == "loaded" and config.drafter.path is None:
+        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
+    return config.drafter.path if config.train.init == "loaded" else None
+
+
 def first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     """The drafter before the first step, as `train.init` says. Raises `ConfigError` when it cannot be what the run asks for."""
-    size = config.drafter.draft_vocab_size
-    if not 0 <= size <= target.config.vocab_size:
-        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.config.vocab_size}, the vocabulary")
-    few = {"draft_token_ids": dataset.frequent_tokens(size)} if size else {}
-    if config.train.init == "loaded":
-        return _loaded(config.drafter, target, few)
-    wanted = dataclasses.replace(drafter_config(config, target.config), **few)  # type: ignore[arg-type]
+    few = draft_tokens(config, target.config, dataset.frequent_tokens)
+    path = path_to_load(config)
+    if path is not None:
+        loaded = load_drafter(path, target, dtype="float32")
+        return Drafter(continued(config.drafter, loaded.config, few), loaded.params)
+    wanted = dataclasses.replace(drafter_config(config, target.config), **few)
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
         return Drafter.random(key, wanted, mesh_of(target.params))
     return drafter_from_target(key, wanted, target, sample_batch(dataset))
 
 
-def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) -> Drafter:
-    """The drafter of `drafter.path`, float32. What training decides may change (its draft tokens only when asked for); a size or a
-    part that the run asks for, not by default, and that the drafter does not have is refused."""
-    if asked.path is None:
-        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    loaded = load_drafter(asked.path, target, dtype="float32")
+def continued(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any]) -> DFlashConfig:
+    """The config of a loaded drafter that a run trains on. What training decides may change (its draft tokens only when asked for);
+    a size or a part that the run asks for, not by default, and that the drafter does not have is refused (`ConfigError`)."""
     changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
     if asked.loss_decay_gamma is not None:
         changes["loss_decay_gamma"] = asked.loss_decay_gamma
@@ -82,12 +94,12 @@ def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) 
         value = getattr(asked, field.name)
         if field.name in {"path", "draft_vocab_size", *changes, *overruled} or value in (field.default, []):
             continue
-        has = getattr(loaded.config, field.name)
+        has = getattr(loaded, field.name)
         if (tuple(value) if isinstance(value, list) else value) != has:
             raise ConfigError(
                 f"drafter.{field.name} is {value}, but the drafter of drafter.path has {has}: leave it out, or change train.init"
             )
-    return Drafter(dataclasses.replace(loaded.config, **changes), loaded.params)
+    return dataclasses.replace(loaded, **changes)
 
 
 def sample_batch(dataset: ConversationDataset) -> Batch:
