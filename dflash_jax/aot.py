@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -19,29 +18,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import Config, check_counts, read_json
+from dflash_jax.config import Config, check_counts
 from dflash_jax.data import check_sizes
 from dflash_jax.decode import decode, prefill, prefill_lengths
-from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
+from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.errors import ConfigError
-from dflash_jax.first_drafter import drafter_config
+from dflash_jax.first_drafter import described_drafter
 from dflash_jax.generate import STOP_SLOTS
 from dflash_jax.gguf import embedded_model_path, read_gguf
 from dflash_jax.hf import EMBEDDED_NAME
 from dflash_jax.hf_config import target_config
-from dflash_jax.hf_drafter import config_from_json
 from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.program import Sent, collectives, product_flops
-from dflash_jax.sharding import BATCH, make_mesh, replicated_dimensions, shardings
+from dflash_jax.progress import DEVICES, device_bytes
+from dflash_jax.sharding import BATCH, make_mesh, placed_shapes, replicated_dimensions
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
-from dflash_jax.train_step import Batch, init_state, make_train_step
+from dflash_jax.train_step import Batch, abstract_state, make_train_step
 
 GIB = 2**30
-HBM = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32}
-"""GiB a chip, by device kind, as Google Cloud's pages on TPU v4, v5e, v5p and v6e (Trillium) give them"""
 EXAMPLES = "v5e:4x4, v5p:2x2x2, v6e:2x4 or cpu:8"
 Programs = Literal["train", "decode", "both"]
 
@@ -83,13 +80,13 @@ def aot(config: Config, topology: str, programs: Programs, rows: int, prompt_len
     devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
     kind = devices[0].device_kind
-    if memory_gib is None and kind in HBM:
-        memory_gib = HBM[kind] * len({tuple(device.coords) for device in devices}) / len(devices)  # v4: two devices a chip
+    if memory_gib is None and kind in DEVICES:
+        memory_gib = DEVICES[kind].gib * len({tuple(device.coords) for device in devices}) / len(devices)  # v4: two devices a chip
     room = "of unknown memory (give --memory_gib to judge)" if memory_gib is None else f"of {memory_gib:g} GiB"
     print(f"{topology}: {len(devices)} devices ({kind}) {room}; mesh {dict(mesh.shape)}", flush=True)
     sizes = _described_target(config)
-    drafter = _described_drafter(config, sizes)
-    target = DenseTarget(sizes, _split(abstract_decoder(sizes), sizes.dtype, mesh))
+    drafter = described_drafter(config, sizes)
+    target = DenseTarget(sizes, placed_shapes(nnx.state(abstract_decoder(sizes), nnx.Param), mesh, sizes.dtype))
     for line in replicated_dimensions((target.params, nnx.state(abstract_drafter(drafter), nnx.Param)), mesh):
         print(line)
     fits, lines = True, []
@@ -145,20 +142,6 @@ def _described_target(config: Config) -> TargetConfig:
     return target_config(model_folder(path, ("config.json", "generation_config.json")), dtype)
 
 
-def _described_drafter(config: Config, target: TargetConfig) -> DFlashConfig:
-    """The drafter that training would start with."""
-    asked, size = config.drafter, config.drafter.draft_vocab_size
-    few = {"draft_token_ids": tuple(range(size))} if size else {}  # which ones, only the text says
-    if config.train.init != "loaded":
-        return dataclasses.replace(drafter_config(config, target), **few)  # type: ignore[arg-type]
-    if asked.path is None:
-        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    where = str(model_folder(asked.path, ("config.json",)) / "config.json")
-    loaded = config_from_json(read_json(where), where, target)
-    check_drafter_fits(loaded, target)
-    return dataclasses.replace(loaded, dtype=asked.dtype, dropout=asked.dropout, **few)  # type: ignore[arg-type]
-
-
 def _reports(
     config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh, programs: Programs, rows: int, prompt_length: int
 ) -> Iterator[Report]:
@@ -169,7 +152,7 @@ def _reports(
         return
     # Decoding, as served: the drafter in the target's dtype.
     drafter = dataclasses.replace(drafter, dtype=target.config.dtype)
-    params = _split(abstract_drafter(drafter), drafter.dtype, mesh)
+    params = placed_shapes(nnx.state(abstract_drafter(drafter), nnx.Param), mesh, drafter.dtype)
     models = {"target": target, "drafter": Drafter(drafter, params)}
     block = config.decode.block_size or drafter.block_size
     padded, capacity = prefill_lengths([prompt_length], config.decode.max_new_tokens, block)
@@ -183,7 +166,9 @@ def _reports(
     arguments = {"target": target.params, "drafter": params}
     report, compiled = _compiled(f"prefill ({rows} rows of {padded})", traced, arguments, mesh)
     yield report
-    state = jax.tree.map(_placed, traced.out_info, compiled.output_shardings)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), traced.out_info, compiled.output_shardings
+    )
     traced = decode.trace(target.params, params, state, integers(), **models)
     arguments["caches"] = (state.target_cache, state.draft_cache)
     yield _compiled(f"decode chunk ({rows} rows, blocks of {block}, caches of {capacity})", traced, arguments, mesh)[0]
@@ -192,12 +177,10 @@ def _reports(
 def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh) -> Report:
     rows, data = config.data.batch_size, config.data
     length = max(data.buckets) if data.packing else min(bucket for bucket in data.buckets if bucket >= data.max_length)
-    params = _split(abstract_drafter(drafter), "float32", mesh)
     sizes_M = jnp.ones((len(drafter.target_layer_ids) * drafter.target_hidden_dim,), jnp.float32)
     tx = optimizer(config.optim, config.train.steps or 1000, sizes_M)
-    step: Any = make_train_step(config, target, Drafter(drafter, params), tx, mesh)
-    state = jax.eval_shape(lambda params: init_state(Drafter(drafter, params), tx, mesh, config.optim.ema > 0), params)
-    state = jax.tree.map(_placed, state, shardings(state, mesh))
+    step: Any = make_train_step(config, target, Drafter(drafter, None), tx, mesh)
+    state = abstract_state(drafter, tx, mesh, config.optim.ema > 0)
     by_row = NamedSharding(mesh, BATCH)
 
     def shape(dtype: Any, *sizes: int) -> Any:
@@ -227,27 +210,12 @@ def _compiled(name: str, traced: Any, arguments: dict[str, Any], mesh: Mesh) -> 
         "temporaries": m.temp_size_in_bytes,
         "code": m.generated_code_size_in_bytes,
     }
-    by_kind = {kind: sum(_part(x) for x in jax.tree.leaves(tree)) for kind, tree in arguments.items()}
+    by_kind = {kind: device_bytes(tree) for kind, tree in arguments.items()}
     memory["unread"] = max(sum(by_kind.values()) - memory["arguments"], 0)  # the target's layers above its last tap
     memory["total"] = sum(memory.values()) - 2 * memory["aliased"]
     counted = {kind: float(cost.get(kind, 0.0)) for kind in ("flops", "bytes accessed")}
     flops = product_flops(traced.jaxpr.jaxpr) // mesh.size
     return Report(name, seconds, by_kind, memory, flops, counted, collectives(compiled.as_text())), compiled
-
-
-def _split(abstract: nnx.Module, dtype: str, mesh: Mesh) -> Any:
-    """Shapes of a model's parameters, spread over the mesh by the rules."""
-    params = nnx.state(abstract, nnx.Param)
-    return jax.tree.map(lambda x, sharding: _placed(x, sharding, dtype), params, shardings(params, mesh))
-
-
-def _placed(x: Any, sharding: Any, dtype: Any = None) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype or x.dtype), sharding=sharding)
-
-
-def _part(x: Any) -> int:
-    """Bytes of one device's part of an array."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def _text(report: Report, memory_gib: float | None, fit: bool | None) -> str:

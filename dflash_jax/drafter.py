@@ -1,5 +1,6 @@
 """The drafter: a few layers whose keys and values also hold features read from inside the target (paper, section 3.1)."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from dflash_jax.cache import KVCache, init_cache, ring_slots, write
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables
 from dflash_jax.model_config import DFlashConfig, TargetConfig
-from dflash_jax.sharding import shardings
+from dflash_jax.sharding import Collect, shardings
 
 
 class Execution(NamedTuple):
@@ -29,6 +30,9 @@ class Execution(NamedTuple):
     """None: no dropout"""
     remat_layers: bool = False
     """recompute everything inside a layer in the backward pass"""
+    collect: Collect | None = None
+    """where parameters are in parts: brings a layer's together. Layers that differ in their parameters only are then a loop: one at
+    a time is whole"""
 
 
 class ContextFuser(nnx.Module):
@@ -108,10 +112,11 @@ class DraftLayer(nnx.Module):
         self.self_attn = KVInjectionAttention(attention_key, config, layer)
         self.post_attention_layernorm = RMSNorm(config.draft_hidden_dim, config.rms_norm_eps)
         self.mlp = GatedMLP(mlp_key, config.draft_hidden_dim, config.mlp_dim, bias=False, dtype=config.dtype)
-        self.layer, self.dropout = layer, config.dropout
+        self.dropout = config.dropout
 
     def __call__(
         self,
+        index: Int[Array, ""],
         x_BAKD: Float[Array, "B A K D"],
         block_rope: tuple[Array, Array],
         context_k_BGTE: Float[Array, "B G T E"],
@@ -121,16 +126,17 @@ class DraftLayer(nnx.Module):
         ring: bool = False,
         starts_BA: Int[Array, "B A"] | None = None,
     ) -> tuple[Float[Array, "B A K D"], Float[Array, "B A"]]:
+        """`index`: which layer it is, for its dropout."""
         mixed, entropy_BA = self.self_attn(
             self.input_layernorm(x_BAKD), block_rope, context_k_BGTE, context_v_BGTE, anchors_BA, execution, ring, starts_BA
         )
-        x_BAKD = x_BAKD + self._drop(mixed, execution, 0)
-        return x_BAKD + self._drop(self.mlp(self.post_attention_layernorm(x_BAKD)), execution, 1), entropy_BA
+        x_BAKD = x_BAKD + self._drop(mixed, execution, 2 * index)
+        return x_BAKD + self._drop(self.mlp(self.post_attention_layernorm(x_BAKD)), execution, 2 * index + 1), entropy_BA
 
-    def _drop(self, x: Array, execution: Execution, place: int) -> Array:
+    def _drop(self, x: Array, execution: Execution, place: Array | int) -> Array:
         if self.dropout == 0 or execution.dropout_key is None:
             return x
-        key = jax.random.fold_in(execution.dropout_key, 2 * self.layer + place)
+        key = jax.random.fold_in(execution.dropout_key, place)
         return jnp.where(jax.random.bernoulli(key, 1 - self.dropout, x.shape), x / (1 - self.dropout), 0.0)
 
 
@@ -171,15 +177,24 @@ class DraftModel(nnx.Module):
 
         `ring`: they are caches of `Drafter.init_cache`, so that those of layers with a window are rings.
         """
-        entropies = []
-        for layer, (k_BGTE, v_BGTE) in zip(self.layers, context, strict=True):
-            is_ring = ring and layer.self_attn.window is not None
 
-            def run(layer: DraftLayer, x_BAKD: Array, k_BGTE: Array, v_BGTE: Array, is_ring: bool = is_ring) -> tuple[Array, Array]:
-                return layer(x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
+        def run(layer: DraftLayer, index: Any, k_BGTE: Array, v_BGTE: Array, x_BAKD: Array, is_ring: bool) -> tuple[Array, Array]:
+            layer = layer if execution.collect is None else execution.collect(layer)
+            return layer(index, x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
 
-            x_BAKD, entropy_BA = (jax.checkpoint(run) if execution.remat_layers else run)(layer, x_BAKD, k_BGTE, v_BGTE)
-            entropies.append(entropy_BA)
+        if execution.remat_layers:
+            run = jax.checkpoint(run, static_argnums=5)
+        parts = [(layer, jnp.int32(i), *context[i]) for i, layer in enumerate(self.layers)]
+        entropies: list[Array] = []
+        if execution.collect is None:
+            for part in parts:
+                x_BAKD, entropy_BA = run(*part, x_BAKD, ring and part[0].self_attn.window is not None)
+                entropies.append(entropy_BA)
+            return self.norm(x_BAKD), entropies
+        for _, same in itertools.groupby(parts, lambda part: (part[0].self_attn.causal, part[0].self_attn.window)):
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *same)
+            x_BAKD, entropy_NBA = jax.lax.scan(lambda x_BAKD, part: run(*part, x_BAKD, False), x_BAKD, stacked)
+            entropies += list(entropy_NBA)
         return self.norm(x_BAKD), entropies
 
 
@@ -289,11 +304,11 @@ class Drafter:
             starts_BA = jnp.take_along_axis(starts_BT, anchors_BA, axis=1)
             positions_BT, positions_BA = positions_BT - starts_BT, anchors_BA - starts_BA
         positions_BAK = positions_BA[:, :, None] + jnp.arange(block_BAKD.shape[2], dtype=jnp.int32)[None, None]
-        model = self.model(params)
-        context = model.context(taps_BTM, rope_tables(c.rope, c.head_dim, positions_BT))
+        whole = params if execution.collect is None else execution.collect(params)
+        context = self.model(whole).context(taps_BTM, rope_tables(c.rope, c.head_dim, positions_BT))
         by_head = [(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)) for k, v in context]
         block_rope = rope_tables(c.rope, c.head_dim, positions_BAK)
-        return model.blocks(block_BAKD, by_head, block_rope, anchors_BA, execution, starts_BA=starts_BA)
+        return self.model(params).blocks(block_BAKD, by_head, block_rope, anchors_BA, execution, starts_BA=starts_BA)
 
     def embed_block(
         self, params: Any, anchor_tokens: Int[Array, "*blocks"], block_size: int, embed: Any

@@ -1,15 +1,18 @@
 """The drafter that a run starts with: at random, from its target, or loaded."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from dflash_jax.config import Config, DrafterSource
+from dflash_jax.config import Config, DrafterSource, read_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter, check_drafter_fits
 from dflash_jax.errors import ConfigError
 from dflash_jax.hf import load_drafter
+from dflash_jax.hf_drafter import config_from_json
+from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
 from dflash_jax.sharding import mesh_of
 from dflash_jax.targets import DenseTarget
@@ -52,35 +55,50 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
     return made
 
 
-def tapped_layers(config: Config, target: DenseTarget) -> tuple[int, ...]:
-    """The target layers that the run's drafter reads."""
-    described = (
-        _loaded(config.drafter, target, {}).config if config.train.init == "loaded" else drafter_config(config, target.config)
-    )
-    return described.target_layer_ids
+def draft_tokens(config: Config, target: TargetConfig, frequent: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
+    """What a part of the vocabulary changes in a drafter's config. `frequent` names so many tokens. Raises `ConfigError`."""
+    size = config.drafter.draft_vocab_size
+    if not 0 <= size <= target.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.vocab_size}, the vocabulary")
+    return {"draft_token_ids": frequent(size)} if size else {}
+
+
+def path_to_load(config: Config) -> str | None:
+    """Where the drafter is that the run starts from; None: it is made. Raises `ConfigError`."""
+    if config.train.init == "loaded" and config.drafter.path is None:
+        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
+    return config.drafter.path if config.train.init == "loaded" else None
+
+
+def described_drafter(config: Config, target: TargetConfig) -> DFlashConfig:
+    """The drafter that training would start with; which tokens a part of the vocabulary has, only the text says."""
+    few = draft_tokens(config, target, lambda size: tuple(range(size)))
+    path = path_to_load(config)
+    if path is None:
+        return dataclasses.replace(drafter_config(config, target), **few)
+    where = str(model_folder(path, ("config.json",)) / "config.json")
+    loaded = config_from_json(read_json(where), where, target)
+    check_drafter_fits(loaded, target)
+    return continued(config.drafter, loaded, few)
 
 
 def first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     """The drafter before the first step, as `train.init` says. Raises `ConfigError` when it cannot be what the run asks for."""
-    size = config.drafter.draft_vocab_size
-    if not 0 <= size <= target.config.vocab_size:
-        raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.config.vocab_size}, the vocabulary")
-    few = {"draft_token_ids": dataset.frequent_tokens(size)} if size else {}
-    if config.train.init == "loaded":
-        return _loaded(config.drafter, target, few)
-    wanted = dataclasses.replace(drafter_config(config, target.config), **few)  # type: ignore[arg-type]
+    few = draft_tokens(config, target.config, dataset.frequent_tokens)
+    path = path_to_load(config)
+    if path is not None:
+        loaded = load_drafter(path, target, dtype="float32")
+        return Drafter(continued(config.drafter, loaded.config, few), loaded.params)
+    wanted = dataclasses.replace(drafter_config(config, target.config), **few)
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
         return Drafter.random(key, wanted, mesh_of(target.params))
     return drafter_from_target(key, wanted, target, sample_batch(dataset))
 
 
-def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) -> Drafter:
-    """The drafter of `drafter.path`, float32. What training decides may change (its draft tokens only when asked for); a size or a
-    part that the run asks for, not by default, and that the drafter does not have is refused."""
-    if asked.path is None:
-        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    loaded = load_drafter(asked.path, target, dtype="float32")
+def continued(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any]) -> DFlashConfig:
+    """The config of a loaded drafter that a run trains on. What training decides may change (its draft tokens only when asked for);
+    a size or a part that the run asks for, not by default, and that the drafter does not have is refused (`ConfigError`)."""
     changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
     if asked.loss_decay_gamma is not None:
         changes["loss_decay_gamma"] = asked.loss_decay_gamma
@@ -90,12 +108,12 @@ def _loaded(asked: DrafterSource, target: DenseTarget, changes: dict[str, Any]) 
         value = getattr(asked, field.name)
         if field.name in {"path", "draft_vocab_size", *changes, *overruled} or value in (field.default, []):
             continue
-        has = getattr(loaded.config, field.name)
+        has = getattr(loaded, field.name)
         if (tuple(value) if isinstance(value, list) else value) != has:
             raise ConfigError(
                 f"drafter.{field.name} is {value}, but the drafter of drafter.path has {has}: leave it out, or change train.init"
             )
-    return Drafter(dataclasses.replace(loaded.config, **changes), loaded.params)
+    return dataclasses.replace(loaded, **changes)
 
 
 def sample_batch(dataset: ConversationDataset) -> Batch:

@@ -31,7 +31,7 @@ from dflash_jax.feature_store import (
     write_whole,
 )
 from dflash_jax.features import layout_of, made_from, needs_hidden
-from dflash_jax.first_drafter import sample_batch, tapped_layers
+from dflash_jax.first_drafter import described_drafter, sample_batch
 from dflash_jax.hf import load_text_target
 from dflash_jax.lock import only_process
 from dflash_jax.packing import documents
@@ -63,7 +63,7 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
     mesh = make_mesh(config.mesh)
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     dataset = training_data(config, target, mesh)
-    taps = tapped_layers(config, target)
+    taps = described_drafter(config, target.config).target_layer_ids
     layout, source = layout_of(config, target, taps), made_from(config, target, taps, dataset)
     folder = store_folder(config.features, source)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,20 +12,30 @@ from dflash_jax.config import Config
 from dflash_jax.errors import ConfigError
 from dflash_jax.model_config import DFlashConfig, TargetConfig
 
-PEAK_TFLOPS = {
-    "TPU v4": 275.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5e": 197.0,
-    "TPU v5": 459.0,
-    "TPU v5p": 459.0,
-    "TPU v6 lite": 918.0,
-    "TPU v6e": 918.0,
-    "NVIDIA H100 80GB HBM3": 989.0,
-    "NVIDIA H200": 989.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-SXM4-40GB": 312.0,
+
+class DeviceKind(NamedTuple):
+    """What a device has, by its maker's data sheet."""
+
+    tflops: float
+    """dense bfloat16 products a second"""
+    gib: int
+    """memory of a chip"""
+
+
+DEVICES = {
+    "TPU v4": DeviceKind(275, 32),
+    "TPU v5 lite": DeviceKind(197, 16),
+    "TPU v5e": DeviceKind(197, 16),
+    "TPU v5": DeviceKind(459, 95),
+    "TPU v5p": DeviceKind(459, 95),
+    "TPU v6 lite": DeviceKind(918, 32),
+    "TPU v6e": DeviceKind(918, 32),
+    "NVIDIA H100 80GB HBM3": DeviceKind(989, 80),
+    "NVIDIA H200": DeviceKind(989, 141),
+    "NVIDIA A100-SXM4-80GB": DeviceKind(312, 80),
+    "NVIDIA A100-SXM4-40GB": DeviceKind(312, 40),
 }
-"""dense bfloat16 products a second of one device, by JAX's `device_kind` (the makers' data sheets)"""
+"""by JAX's `device_kind`; TPUs as Google Cloud's pages on v4, v5e, v5p and v6e (Trillium) give them"""
 
 
 def step_flops(target: TargetConfig, drafter: DFlashConfig, config: Config, width: int) -> float:
@@ -59,8 +69,9 @@ def _layer(tokens: int, width: int, heads: int, kv_heads: int, head_dim: int, ml
 
 def peak_flops(config: Config, devices: list[Any]) -> float | None:
     """Operations a second that these devices could do together; None where that is not known."""
-    one = config.train.peak_tflops or PEAK_TFLOPS.get(devices[0].device_kind)
-    return None if not one else one * 1e12 * len(devices)
+    known = DEVICES.get(devices[0].device_kind)
+    one = config.train.peak_tflops or (known and known.tflops)
+    return one * 1e12 * len(devices) if one else None
 
 
 def speed(window: list[dict[str, Any]], flops: Callable[[int], float], peak: float | None) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Where arrays live: one rules table from logical axes to mesh axes. One device is a 1x1x1 mesh on the same path."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ RULES: dict[str | None, str | None] = {
 BATCH_AXES = ("replica", "data", "fsdp")
 BATCH = PartitionSpec(BATCH_AXES)
 """rows of a batch"""
+Collect = Callable[[Any], Any]
+"""brings together the parts of some parameters (`collected` on a mesh), where and when they are needed"""
 
 
 def make_mesh(config: MeshConfig, devices: Any = None) -> Mesh:
@@ -136,6 +139,20 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree.map(one, tree, is_leaf=_is_variable)
+
+
+def placed_shapes(tree: Any, mesh: Mesh, dtype: Any = None) -> Any:
+    """Shapes with the shardings of the rules, to compile for arrays that need not exist; `dtype` None keeps each leaf's own."""
+
+    def one(x: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype or x.dtype), sharding=sharding)
+
+    return jax.tree.map(one, tree, shardings(tree, mesh))
+
+
+def collector(mesh: Mesh | None, dtype: str) -> Collect | None:
+    """`collected` for a mesh whose devices hold parameters in parts along `fsdp`; None: they are whole."""
+    return None if mesh is None or mesh.shape["fsdp"] == 1 else partial(collected, mesh=mesh, dtype=dtype)
 
 
 def collected(params: Any, mesh: Mesh, dtype: str) -> Any:

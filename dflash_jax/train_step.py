@@ -6,16 +6,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.blocks import Blocks, document_starts, make_blocks, sample_anchors
 from dflash_jax.config import Config
-from dflash_jax.drafter import Drafter, Execution
+from dflash_jax.drafter import Drafter, Execution, abstract_drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
+from dflash_jax.model_config import DFlashConfig
 from dflash_jax.objectives import Objective
-from dflash_jax.sharding import batch_shards, collected, place_rows, shardings
+from dflash_jax.sharding import Collect, batch_shards, collector, place_rows, placed_shapes, shardings
 from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
@@ -72,21 +74,25 @@ class StepMetrics(NamedTuple):
 TrainStep = Callable[[TrainState, Any, Batch, Array | None], tuple[TrainState, StepMetrics]]
 
 
-def target_features(target: Target, params: Any, batch: Batch, taps: tuple[int, ...], last: bool = False) -> Float[Array, "B T M"]:
+def target_features(
+    target: Target, params: Any, batch: Batch, taps: tuple[int, ...], last: bool = False, collect: Collect | None = None
+) -> Float[Array, "B T M"]:
     """The taps of whole rows, without gradient; with `last` the target's final hidden states after them, [B, T, M + D].
 
     Documents of packed rows do not see each other; raises `ConfigError` when the target cannot keep them apart.
+    `collect` brings parameters together that are in parts on several devices.
     """
     params = jax.lax.stop_gradient(params)
     if isinstance(target, PackableTarget):
         starts_BT = document_starts(batch.doc_BT) if batch.doc_BT is not None else jnp.zeros_like(batch.tokens_BT)
-        hidden_BTD, taps_BTM = target.read_documents(params, batch.tokens_BT, starts_BT, taps)
+        hidden_BTD, taps_BTM = target.read_documents(params, batch.tokens_BT, starts_BT, taps, collect)
         return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
     if batch.doc_BT is not None:
         raise ConfigError(
             f"{type(target).__name__} has no read_documents, which keeps the documents of a packed row apart: "
             "set data.packing false, or add it (`PackableTarget`)"
         )
+    params = params if collect is None else collect(params)
     slots_T = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.where(slots_T[None] < batch.length_B[:, None], slots_T[None], -1)
     cache = target.init_cache(*batch.tokens_BT.shape)
@@ -104,21 +110,24 @@ def block_loss(
     key: Array,
     config: Config,
     hidden_BTD: Float[Array, "B T D"] | None = None,
-    shards: int = 1,
+    mesh: Mesh | None = None,
 ) -> tuple[LossSums, dict[str, Array]]:
     """Loss sums of anchored blocks over the target's features, and diagnostics if asked for.
 
-    `hidden_BTD`: the target's final hidden states, which all losses but ce need. `shards`: devices that share the rows.
+    `hidden_BTD`: the target's final hidden states, which all losses but ce need. `mesh`: what the rows, and parameters
+    in parts, are spread over.
     """
     train, model = config.train, drafter.config
-    frozen = jax.lax.stop_gradient(target_params)
+    collect = collector(mesh, model.dtype)
+    frozen, whole = jax.lax.stop_gradient(target_params), params if collect is None else collect(params)
     dropout_key, vocabulary_key = jax.random.split(key)
-    execution = Execution(train.anchor_chunk, train.remat, dropout_key if model.dropout else None, train.remat_layers)
+    dropout_key = dropout_key if model.dropout else None
+    execution = Execution(train.anchor_chunk, train.remat, dropout_key, train.remat_layers, collect)
 
     def embed(tokens: Array) -> Array:
         return target.embed(frozen, tokens)
 
-    block_BAKD = drafter.embed_block(params, blocks.anchor_tokens_BA, model.block_size, embed)
+    block_BAKD = drafter.embed_block(whole, blocks.anchor_tokens_BA, model.block_size, embed)
     hidden_BAKD, entropies = drafter.forward(params, taps_BTM, blocks.anchors_BA, block_BAKD, execution, blocks.starts_BT)
     candidates = None
     if model.draft_token_ids:
@@ -137,12 +146,12 @@ def block_loss(
 
     sums = head_loss(
         hidden_BAKD,
-        params["lm_head"][...] if model.own_head else target.head_kernel(frozen),
+        whole["lm_head"][...] if model.own_head else target.head_kernel(frozen),
         blocks.labels_BAK,
         blocks.supervised_BAK,
         Objective(model.loss_decay_gamma, train.slot_weights, train.loss),
         frozen=not model.own_head,
-        logit_chunk=train.logit_chunk * shards,
+        logit_chunk=train.logit_chunk * (1 if mesh is None else batch_shards(mesh)),
         dtype=model.dtype,
         candidates=candidates,
         anchors_BA=blocks.anchors_BA,
@@ -152,7 +161,7 @@ def block_loss(
     if train.diagnostics:
         valid_BA = blocks.valid_BA.astype(jnp.float32)
         count = jnp.maximum(valid_BA.sum(), 1.0)
-        fused_BTD = drafter.model(params).fuser.fc(taps_BTM)
+        fused_BTD = drafter.model(whole).fuser.fc(taps_BTM)
         # of the positions that some block reads: padding's features mean nothing
         slots_11T, anchors_BA1 = jnp.arange(taps_BTM.shape[1])[None, None], blocks.anchors_BA[:, :, None]
         read_BAT = slots_11T < anchors_BA1
@@ -209,10 +218,9 @@ def make_train_step(
 
     def micro_sums(params: Any, target_params: Any, part: tuple[Batch, Blocks, Array | None], key: Array) -> tuple[Array, Any]:
         batch, blocks, taps_BTM = part
-        params = collected(params, mesh, drafter.config.dtype)
-        target_params = collected(target_params, mesh, target.config.dtype)
+        collect = collector(mesh, target.config.dtype)
         if taps_BTM is None:
-            taps_BTM = target_features(target, target_params, batch, taps, last)
+            taps_BTM = target_features(target, target_params, batch, taps, last, collect)
         taps_BTM = taps_BTM.astype(jnp.float32)  # those that were kept are bfloat16
         if taps_BTM.shape[-1] != width + hidden:
             raise ConfigError(
@@ -220,8 +228,9 @@ def make_train_step(
                 f"{width} of taps and {hidden} of final hidden states: compute them for this loss"
             )
         taps_BTM, hidden_BTD = jnp.split(taps_BTM, [width], axis=-1)
+        frozen = target_params if collect is None else collect(target_params)
         sums, diagnostics = block_loss(
-            drafter, params, target, target_params, taps_BTM, blocks, key, config, hidden_BTD if last else None, shards
+            drafter, params, target, frozen, taps_BTM, blocks, key, config, hidden_BTD if last else None, mesh
         )
         return sums.weighted, (sums, diagnostics)
 
@@ -302,6 +311,13 @@ def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, e
     placed = jax.device_put(drafter.params, shardings(drafter.params, mesh))
     out = shardings(jax.eval_shape(build, placed), mesh)
     return jax.jit(build, out_shardings=out)(placed)
+
+
+def abstract_state(config: DFlashConfig, tx: optax.GradientTransformation, mesh: Mesh, ema: bool = False) -> TrainState:
+    """What `init_state` gives, as shapes with shardings: to compile a step for devices that need not be there."""
+    params = nnx.state(abstract_drafter(config), nnx.Param)
+    state: TrainState = jax.eval_shape(lambda params: init_state(Drafter(config, params), tx, mesh, ema), params)
+    return placed_shapes(state, mesh)  # type: ignore[no-any-return]
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:

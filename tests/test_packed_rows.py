@@ -111,3 +111,21 @@ def test_a_target_that_cannot_keep_documents_apart_is_refused():
         target_features(target, target.params, batch, (0,))
     alone = jax.eval_shape(lambda: target_features(target, target.params, batch._replace(doc_BT=None), (0,)))
     assert alone.shape == (1, 4, 16)
+
+
+def test_layers_in_a_loop_equal_layers_one_by_one():
+    """Bit for bit: runs of layers of four kinds, layers above the last tap, taps in any order."""
+    target = dense_target(num_layers=7, sliding_window=(None, None, 3, 3, 3, None, None), layers_without_rope=(1,))
+    tokens_BT, _, doc_BT = (jnp.asarray(x) for x in packed_and_separate(seed=time.time_ns())[0])
+    starts_BT = document_starts(doc_BT)
+
+    @jax.jit
+    def read(params):
+        return [
+            target.read_documents(params, tokens_BT, starts_BT, (4, 0, 5), collect) for collect in (None, lambda params: params)
+        ]
+
+    (hidden, taps), (hidden_of_loop, taps_of_loop) = read(target.params)
+    np.testing.assert_array_equal(hidden_of_loop, hidden)
+    np.testing.assert_array_equal(taps_of_loop, taps)
+    assert len({part.tobytes() for part in np.split(np.asarray(taps), 3, axis=-1)}) == 3

@@ -82,8 +82,22 @@ def test_products_are_counted_loops_in_full():
 
 def test_a_gradient_costs_two_products_more():
     def loss(w, x):
-        return product("nd,df->nf", x, w, "bfloat16").sum()
+        return jnp.square(product("nd,df->nf", x, w, "bfloat16")).sum()
 
     w, x = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr
     assert product_flops(jaxpr) == 3 * 2 * 4 * 8 * 16
+
+
+def test_what_no_result_needs_is_not_counted():
+    """As the target's layers above the last tap, in a loop or not."""
+
+    def layers(x, w):
+        low = x @ w
+        high, _ = jax.lax.scan(lambda x, _: (x @ w, None), low @ w, length=5)
+        return low, high
+
+    x, w = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    one = 2 * 4 * 8 * 8
+    assert product_flops(jax.make_jaxpr(jax.jit(layers))(x, w).jaxpr) == 7 * one
+    assert product_flops(jax.make_jaxpr(lambda x, w: jax.jit(layers)(x, w)[0])(x, w).jaxpr) == one

@@ -7,6 +7,7 @@ Jax 0.10.2 sends more: for the best token it gathers all logits. So this holds f
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -25,14 +26,14 @@ from dflash_jax.decode import decode, prefill
 from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.hf_config import target_config
 from dflash_jax.hf_drafter import config_from_json
-from dflash_jax.sharding import make_mesh, shardings
+from dflash_jax.program import COLLECTIVES, computations
+from dflash_jax.sharding import make_mesh, placed_shapes
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
 
 pytestmark = pytest.mark.one_cell
 FIXTURES = Path(__file__).parent / "fixtures"
 DEVICES = 4
-KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "collective-broadcast", "reduce-scatter")
 
 
 def compiled_decode(target_config, drafter_config, devices, capacity, platform):
@@ -40,18 +41,14 @@ def compiled_decode(target_config, drafter_config, devices, capacity, platform):
     mesh = make_mesh(MeshConfig(1, 1, len(devices)), devices)
     everywhere, by_heads = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "tensor"))
 
-    def shape(x, sharding, dtype=None):
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def integers(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=everywhere)
 
-    def split(abstract, dtype):
-        params = nnx.state(abstract, nnx.Param)
-        return jax.tree.map(lambda x, sharding: shape(x, sharding, jnp.dtype(dtype)), params, shardings(params, mesh))
-
-    params = split(abstract_decoder(target_config), target_config.dtype)
-    draft_params = split(abstract_drafter(drafter_config), drafter_config.dtype)
+    params = placed_shapes(nnx.state(abstract_decoder(target_config), nnx.Param), mesh, target_config.dtype)
+    draft_params = placed_shapes(nnx.state(abstract_drafter(drafter_config), nnx.Param), mesh, drafter_config.dtype)
     models = {"target": DenseTarget(target_config, params), "drafter": Drafter(drafter_config, draft_params)}
     options = models | {"block_size": drafter_config.block_size, "capacity": capacity}
     prompt = (integers(1, 128), integers(1), integers(1), integers(1, 8))
@@ -63,27 +60,15 @@ def compiled_decode(target_config, drafter_config, devices, capacity, platform):
     return traced.lower(lowering_platforms=(platform,)).compile(), part
 
 
-def instructions(text, inside=""):
-    """(opcode, [elements of each result]) of all instructions, or of the computation whose first line starts with `inside`."""
-    found, reading = [], not inside
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            reading = not inside or line.startswith(inside)
-        match = re.match(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([a-z-]+)\(", line)
-        if match and reading:
-            sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w\[([\d,]*)\]", match[1])]
-            found.append((match[2], sizes))
-    return found
-
-
 def check(program, caches, target_config, drafter_config, cache_copies_in_entry):
     text, memory = program.as_text(), program.memory_analysis()
     block, width = drafter_config.block_size, target_config.hidden_size
 
     sent = Counter()
-    for name, sizes in instructions(text):
-        if (kind := name.removesuffix("-start")) in KINDS:
-            sent[kind] += len(sizes)
+    instructions = computations(text)
+    for each in itertools.chain(*instructions.values()):
+        if (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
+            sent[kind] += len(sizes := each.sizes)
             assert max(sizes) <= (block * width if kind == "all-reduce" else block * DEVICES), f"{kind} of {sizes}"
     layers = target_config.num_layers + drafter_config.num_draft_layers
     assert sent == {"all-reduce": 2 * layers + 3, "all-gather": 4}
@@ -91,12 +76,12 @@ def check(program, caches, target_config, drafter_config, cache_copies_in_entry)
     assert memory.alias_size_in_bytes >= caches
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2048, "an output has a buffer of its own"
 
-    (body,) = re.findall(r" while\(.*body=(%[\w.-]+)", text[text.index("\nENTRY") :])
+    (body,) = [re.findall(r"body=(%[\w.-]+)", each.rest)[0] for each in instructions["ENTRY"] if each.opcode == "while"]
     one_cache = caches // 2 // layers // jnp.dtype(target_config.dtype).itemsize
     kernel = width * target_config.num_kv_heads * target_config.head_dim // DEVICES  # the smallest one
 
     def copies(where, at_least):
-        return [size for name, (size, *_) in instructions(text, where) if name == "copy" and size >= at_least]
+        return [each.sizes[0] for each in instructions[where] if each.opcode == "copy" and each.sizes[0] >= at_least]
 
     assert copies(body, one_cache) == [], "a cache is copied in every round"
     assert copies("ENTRY", min(one_cache, kernel)) == [one_cache] * cache_copies_in_entry

@@ -3,20 +3,21 @@
 Rows over `data`: the gradients, once. Over `fsdp`: kernels besides, each collected whole before use. Never activations or logits.
 """
 
+import itertools
 import math
 from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import NamedSharding, P
-from test_sharded_program import KINDS, instructions
+from jax import NamedSharding
 from test_train_step import CONFIG, DRAFTER, LENGTH, ROWS, SGD, TARGET
 from tiny_run import mesh
 
 from dflash_jax.drafter import Drafter
-from dflash_jax.sharding import BATCH, shardings
-from dflash_jax.train_step import Batch, Guard, TrainState, make_train_step
+from dflash_jax.program import COLLECTIVES, computations
+from dflash_jax.sharding import BATCH, placed_shapes
+from dflash_jax.train_step import Batch, abstract_state, make_train_step
 
 pytestmark = pytest.mark.one_cell
 
@@ -24,23 +25,16 @@ pytestmark = pytest.mark.one_cell
 def sent(where):
     """The elements of every array that crosses between devices, by kind. Nothing is allocated: arguments are shapes."""
 
-    def split(tree):
-        places = shardings(tree, where)
-        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
-
     def rows(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((ROWS, *shape), dtype, sharding=NamedSharding(where, BATCH))
 
-    params = jax.eval_shape(lambda: Drafter.random(jax.random.key(0), DRAFTER).params)
-    opt_state = jax.eval_shape(SGD.init, params)
-    step, norm = (jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(where, P())) for dtype in (jnp.int32, jnp.float32))
-    state = TrainState(split(params), split(opt_state), step, Guard(step, step, norm))
     batch = Batch(rows(LENGTH), rows(LENGTH, dtype=jnp.bool_), rows())
     compiled = make_train_step(CONFIG, TARGET, Drafter(DRAFTER, None), SGD, where)
     found = defaultdict(list)
-    for name, sizes in instructions(compiled.lower(state, split(TARGET.params), batch, None).compile().as_text()):
-        if (kind := name.removesuffix("-start")) in KINDS:
-            found[kind] += sizes
+    lowered = compiled.lower(abstract_state(DRAFTER, SGD, where), placed_shapes(TARGET.params, where), batch, None)
+    for each in itertools.chain(*computations(lowered.compile().as_text()).values()):
+        if (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
+            found[kind] += each.sizes
     return found
 
 

@@ -1,5 +1,6 @@
 """Where parameters, optimizer moments and batches live on a mesh of 2 x 2 x 2, and what is refused."""
 
+import itertools
 import math
 
 import jax
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from jax import P
 from several_processes import count_reads
-from test_sharded_program import instructions
 from tiny_run import drafter_folder, mesh, target_folder, tiny_target, user
 
 from dflash_jax.config import DecodeConfig, MeshConfig, OptimConfig
@@ -18,6 +18,7 @@ from dflash_jax.generate import generate, start
 from dflash_jax.hf import load_drafter, load_target
 from dflash_jax.model_config import DFlashConfig, RopeConfig
 from dflash_jax.optim import optimizer
+from dflash_jax.program import computations
 from dflash_jax.sharding import (
     BATCH,
     by_slice,
@@ -135,7 +136,8 @@ def test_parameters_are_born_sharded():
     lowered = jax.jit(
         lambda key: Drafter.random(key, DRAFTER).params, out_shardings=shardings(born.params, where)
     ).lower(jax.random.key(0))  # fmt: skip
-    made = max(max(sizes) for _, sizes in instructions(lowered.compile().as_text()))
+    program = computations(lowered.compile().as_text())
+    made = max(max(each.sizes) for each in itertools.chain(*program.values()) if each.sizes)
     assert made == max(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(born.params)), "made whole and then cut"
 
 

@@ -3,8 +3,9 @@
 Nothing is allocated: parameters, state and batch are shapes, and the programs are only compiled.
 """
 
-import math
-import re
+import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,13 @@ from flax import nnx
 from jax import NamedSharding
 
 from dflash_jax.config import Config, DataConfig, MeshConfig, TrainConfig
-from dflash_jax.drafter import Drafter, abstract_drafter
+from dflash_jax.drafter import Drafter
 from dflash_jax.model_config import DFlashConfig, TargetConfig
-from dflash_jax.program import product_flops
-from dflash_jax.sharding import BATCH, make_mesh, shardings
+from dflash_jax.program import COLLECTIVES, computations, product_flops
+from dflash_jax.sharding import BATCH, collected, make_mesh, placed_shapes
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
-from dflash_jax.train_step import Batch, Guard, TrainState, make_train_step
+from dflash_jax.train_step import Batch, abstract_state, make_train_step, target_features
 
 pytestmark = pytest.mark.one_cell
 
@@ -37,18 +38,12 @@ def traced_step(rows, length, anchors, mesh, **train):
         data=DataConfig(batch_size=rows), train=TrainConfig(anchors_per_row=anchors, anchor_chunk=2, logit_chunk=16, **train)
     )
 
-    def spread(tree):
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings(tree, mesh))
-
-    target_params = spread(nnx.state(abstract_decoder(TARGET), nnx.Param))
-    params = nnx.state(abstract_drafter(DRAFTER), nnx.Param)
-    unguarded = Guard(jnp.int32(0), jnp.int32(0), jnp.float32(0))
-    state = spread(jax.eval_shape(lambda p: TrainState(p, SGD.init(p), jnp.int32(0), unguarded), params))
+    target_params = placed_shapes(nnx.state(abstract_decoder(TARGET), nnx.Param), mesh)
     by_row = NamedSharding(mesh, BATCH)
     shape = [((rows, length), jnp.int32), ((rows, length), bool), ((rows,), jnp.int32)]
     batch = Batch(*(jax.ShapeDtypeStruct(*x, sharding=by_row) for x in shape))
-    step = make_train_step(config, DenseTarget(TARGET, target_params), Drafter(DRAFTER, params), SGD, mesh)
-    return step.trace(state, target_params, batch, None)
+    step = make_train_step(config, DenseTarget(TARGET, target_params), Drafter(DRAFTER, None), SGD, mesh)
+    return step.trace(abstract_state(DRAFTER, SGD, mesh), target_params, batch, None)
 
 
 LENGTH, ANCHORS = 256, 32
@@ -78,13 +73,11 @@ def test_rows_stay_on_their_devices(programs):
 
     Left to itself, XLA adds up partial products of all rows instead (see `sharding.collected`).
     """
-    text = programs[0].as_text()
+    program = computations(programs[0].as_text())
     largest = max(VOCAB * WIDTH, 8 * LENGTH)  # elements of a table, of the draw; the blocks of one device have 32 x 8 x 16
-    sent = [line for line in text.splitlines() if re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter)\(", line)]
-    assert len([line for line in sent if " all-gather(" in line]) >= 14, "every kernel of target and drafter"
-    for line in sent:
-        results = re.findall(r"(?:f32|bf16)\[([\d,]+)\]", re.split(r" all-| reduce-", line)[0])
-        assert all(math.prod(map(int, dims.split(","))) <= largest for dims in results), line[:200]
+    sent = [each for each in itertools.chain(*program.values()) if each.opcode in COLLECTIVES]
+    assert sum(each.opcode == "all-gather" for each in sent) >= 14, "every kernel of target and drafter"
+    assert max(size for each in sent for size in each.sizes) <= largest
 
 
 def test_recomputed_layers_cost_their_products_again():
@@ -94,3 +87,21 @@ def test_recomputed_layers_cost_their_products_again():
     width, heads = WIDTH, HEADS * 8
     forward = 2 * ANCHORS * SLOTS * (width * (heads + 2 * heads // 2) + 2 * width * 24)  # q, k, v, gate and up
     assert again - plain >= forward
+
+
+def test_one_layer_of_the_target_is_whole_at_once():
+    """Four more layers in parts on eight devices take a copy of their parts and no more. Unordered, XLA makes all of them whole."""
+    mesh = make_mesh(MeshConfig(1, 8, 1), jax.devices()[:8])
+    sizes = (((8, 8), jnp.int32), ((8, 8), bool), ((8,), jnp.int32))
+    batch = Batch(*(jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, BATCH)) for x in sizes))
+
+    def temporaries(layers):
+        config = dataclasses.replace(TARGET, num_layers=layers, hidden_size=64, mlp_dim=256)
+        params = placed_shapes(nnx.state(abstract_decoder(config), nnx.Param), mesh)
+        target, collect = DenseTarget(config, params), functools.partial(collected, mesh=mesh, dtype="float32")
+        read = functools.partial(target_features, target, taps=(0, layers - 1), collect=collect)
+        layer = sum(x.size * 4 for x in jax.tree.leaves(params["layers"][0]))
+        return jax.jit(read).lower(params, batch).compile().memory_analysis().temp_size_in_bytes, layer
+
+    (few, layer), (many, _) = temporaries(2), temporaries(6)
+    assert many - few < 4 * 1.2 * layer / 8

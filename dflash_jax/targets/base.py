@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.model_config import TargetConfig
+from dflash_jax.sharding import Collect
 
 
 @runtime_checkable
@@ -60,9 +61,16 @@ class PackableTarget(Target, Protocol):
     no use for a cache; without it they go through `extend`."""
 
     def read_documents(
-        self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
+        self,
+        params: Any,
+        tokens_BT: Int[Array, "B T"],
+        starts_BT: Int[Array, "B T"],
+        taps: tuple[int, ...],
+        collect: Collect | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
         """Hidden states and taps of whole rows, as `extend` gives them for each document alone. Those of padding mean nothing.
 
         The document of slot t begins at slot `starts_BT[:, t]`: slot t has position t - start and sees the slots start..t.
+        `collect`, given where parameters are in parts on several devices, brings together those of `params` or of a part of it:
+        best called a layer at a time, so that only one is whole at once.
         """

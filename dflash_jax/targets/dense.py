@@ -1,6 +1,7 @@
 """Dense decoder-only targets (`hf_config.FAMILIES`). Module and parameter names follow Hugging Face checkpoints."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from dflash_jax.cache import KVCache, init_cache, write
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import GatedMLP, Linear, RMSNorm, apply_rope, matmul, rope_tables, softcap
 from dflash_jax.model_config import TargetConfig
+from dflash_jax.sharding import Collect
 
 Rope = tuple[Array, Array] | None
 """cos and sin of a layer, or None for a layer without rotary positions"""
@@ -166,12 +168,57 @@ class DenseTarget:
         return hidden_BTD, taps_BTM, KVCache(keys, values)
 
     def read_documents(
-        self, params: Any, tokens_BT: Int[Array, "B T"], starts_BT: Int[Array, "B T"], taps: tuple[int, ...]
+        self,
+        params: Any,
+        tokens_BT: Int[Array, "B T"],
+        starts_BT: Int[Array, "B T"],
+        taps: tuple[int, ...],
+        collect: Collect | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
         """See `PackableTarget.read_documents`."""
         slots_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+        if collect is not None:
+            return self._looped(params, tokens_BT, slots_BT, starts_BT, taps, collect)
         no_caches: list[KeysValues] = [None] * self.config.num_layers
         return self._forward(params, tokens_BT, slots_BT - starts_BT, slots_BT, starts_BT, no_caches, taps)[:2]
+
+    def _looped(
+        self, params: Any, tokens_BT: Array, slots_BT: Array, starts_BT: Array, taps: tuple[int, ...], collect: Collect
+    ) -> tuple[Array, Array]:
+        """What `_forward` gives, by a loop over each run of layers that differ in their parameters only.
+
+        XLA brings the parameters of all layers together at once when nothing orders them; a loop does so for one layer at a time,
+        and compiles one. It costs a copy of a device's part of the layers, side by side, while the target runs.
+        """
+        c, model, ropes = self.config, nnx.merge(self.graphdef, params), self._ropes(slots_BT - starts_BT)
+        self._check_taps(taps)
+        windows, last = c.sliding_window or (None,) * c.num_layers, max(taps, default=-1)
+
+        def kind(i: int) -> tuple[int | None, bool, bool]:
+            return windows[i], i in c.layers_without_rope, i <= last
+
+        x_BTD = self.embed(collect(params), tokens_BT)
+        taps_BTM = jnp.zeros((*tokens_BT.shape, len(taps) * c.hidden_size), jnp.float32)
+        for (_, _, tapped), run in itertools.groupby(range(c.num_layers), kind):
+            ids = list(run)
+            layers = jax.tree.map(lambda *x: jnp.stack(x), *(model.layers[i] for i in ids))
+            # A layer writes where the next tap belongs, so that the tap's own layer is the last to write there.
+            places = [min((tap, n) for n, tap in enumerate(taps) if tap >= i)[1] * c.hidden_size for i in ids] if tapped else None
+
+            def read(carry: tuple[Array, Array], part: tuple[DecoderLayer, Any], rope: Rope = ropes[ids[0]]) -> tuple[Any, None]:
+                (x_BTD, taps_BTM), (layer, place) = carry, part
+                x_BTD, _ = collect(layer)(x_BTD, rope, slots_BT, starts_BT, None)
+                if place is not None:
+                    taps_BTM = jax.lax.dynamic_update_slice_in_dim(taps_BTM, x_BTD, place, axis=2)
+                return (x_BTD, taps_BTM), None
+
+            parts = (layers, None if places is None else jnp.asarray(places, jnp.int32))
+            (x_BTD, taps_BTM), _ = jax.lax.scan(read, (x_BTD, taps_BTM), parts)
+        return model.norm(x_BTD), taps_BTM
+
+    def _check_taps(self, taps: tuple[int, ...]) -> None:
+        if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
+            raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
 
     def _forward(
         self,
@@ -184,8 +231,7 @@ class DenseTarget:
         taps: tuple[int, ...],
     ) -> tuple[Array, Array, list[KeysValues]]:
         """Hidden states, taps and grown caches of tokens at positions (for rotary tables) that lie in cache slots."""
-        if taps and not 0 <= min(taps) <= max(taps) < self.config.num_layers:
-            raise ConfigError(f"taps {list(taps)} must lie in 0..{self.config.num_layers - 1}, the target's layers")
+        self._check_taps(taps)
         x_BTD = self.embed(params, tokens_BT)
         model = nnx.merge(self.graphdef, params)
         grown, outputs = [], []
