@@ -178,22 +178,23 @@ class DraftModel(nnx.Module):
         `ring`: they are caches of `Drafter.init_cache`, so that those of layers with a window are rings.
         """
 
-        def run(layer: DraftLayer, index: Any, k_BGTE: Array, v_BGTE: Array, x_BAKD: Array, is_ring: bool) -> tuple[Array, Array]:
+        def run(part: tuple[Any, ...], x_BAKD: Array, is_ring: bool) -> tuple[Array, Array]:
+            layer, index, k_BGTE, v_BGTE = part
             layer = layer if execution.collect is None else execution.collect(layer)
             return layer(index, x_BAKD, block_rope, k_BGTE, v_BGTE, anchors_BA, execution, is_ring, starts_BA)
 
         if execution.remat_layers:
-            run = jax.checkpoint(run, static_argnums=5)
+            run = jax.checkpoint(run, static_argnums=2)
         parts = [(layer, jnp.int32(i), *context[i]) for i, layer in enumerate(self.layers)]
         entropies: list[Array] = []
         if execution.collect is None:
             for part in parts:
-                x_BAKD, entropy_BA = run(*part, x_BAKD, ring and part[0].self_attn.window is not None)
+                x_BAKD, entropy_BA = run(part, x_BAKD, ring and part[0].self_attn.window is not None)
                 entropies.append(entropy_BA)
             return self.norm(x_BAKD), entropies
         for _, same in itertools.groupby(parts, lambda part: (part[0].self_attn.causal, part[0].self_attn.window)):
             stacked = jax.tree.map(lambda *x: jnp.stack(x), *same)
-            x_BAKD, entropy_NBA = jax.lax.scan(lambda x_BAKD, part: run(*part, x_BAKD, False), x_BAKD, stacked)
+            x_BAKD, entropy_NBA = jax.lax.scan(lambda x_BAKD, part: run(part, x_BAKD, False), x_BAKD, stacked)
             entropies += list(entropy_NBA)
         return self.norm(x_BAKD), entropies
 

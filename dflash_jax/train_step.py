@@ -121,8 +121,8 @@ def block_loss(
     collect = collector(mesh, model.dtype)
     frozen, whole = jax.lax.stop_gradient(target_params), params if collect is None else collect(params)
     dropout_key, vocabulary_key = jax.random.split(key)
-    dropout_key = dropout_key if model.dropout else None
-    execution = Execution(train.anchor_chunk, train.remat, dropout_key, train.remat_layers, collect)
+    dropped = dropout_key if model.dropout else None
+    execution = Execution(train.anchor_chunk, train.remat, dropped, train.remat_layers, collect)
 
     def embed(tokens: Array) -> Array:
         return target.embed(frozen, tokens)
