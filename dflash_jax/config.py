@@ -163,7 +163,7 @@ class FeaturesConfig:
     folder: str = "runs/features"
     """folder that keeps them; all processes must share it"""
     dtype: FeatureDtype = "bfloat16"
-    """bfloat16: 2 bytes a number, what a bfloat16 drafter reads anyway. int8: half of that, each number off by a percent or two of
+    """bfloat16: 2 bytes a number, what a bfloat16 drafter reads anyway. int8: half of that, each number off by a percent of
     its usual size"""
 
 

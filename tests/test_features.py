@@ -325,11 +325,15 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path, computed, whole, targ
     damage(shard)
     config = config_of(tmp_path, train__features="cache")
     dataset = training_data(config, target, tiny_run.mesh())
+
+    def read():
+        features = Cached(config, tiny_run.mesh(), target, TAPS, dataset)
+        return list(dataset.iterator(2, features.read, features.prefetch))
+
     with pytest.raises(
         DataError, match=r"00000001-0of1\.features is damaged .*`python -m dflash_jax cache` .* makes that shard again"
     ):
-        features = Cached(config, tiny_run.mesh(), target, TAPS, dataset)
-        list(dataset.iterator(2, features.read, features.prefetch))
+        read()
     assert make(tmp_path, check) == 0
     assert len(computed) == 1, "the other shards are kept"
     (warning,) = re.findall("warning: .*", capsys.readouterr().err)
