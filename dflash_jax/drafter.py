@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -364,8 +365,13 @@ class Drafter:
 
 
 def abstract_drafter(config: DFlashConfig) -> DraftModel:
-    """The module with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: DraftModel(jax.random.key(0), config))
+    """The module with shapes in place of arrays: a new one, from what is traced once a config."""
+    return nnx.merge(*_traced(config))
+
+
+@lru_cache(maxsize=32)
+def _traced(config: DFlashConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: DraftModel(jax.random.key(0), config)))
 
 
 def check_drafter_fits(config: DFlashConfig, target: TargetConfig) -> None:

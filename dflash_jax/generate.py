@@ -160,7 +160,7 @@ def advancing(
     a table of widths. Raises `ConfigError` where the table does not suit."""
     if drafter is None or widths is None:
         params = (target.params, drafter.params if drafter is not None else ())
-        models: Any = {"target": target, "drafter": drafter, "rule": rule, "width": None}
+        models: Any = {"target": target, "drafter": drafter, "rule": _rule_of_program(drafter, rule), "width": None}
         return lambda state, rounds: decode(*params, state, jnp.int32(rounds), **models)
     if not isinstance(widths, WidthTable):
         raise ConfigError(f"widths is {widths!r}: give a WidthTable, as in widths=dflash_jax.WidthTable('widths.json')")
@@ -173,12 +173,18 @@ def advancing(
 def compiled(target: Target, drafter: Drafter | None, state: DecodeState, rule: Rule, widths: WidthTable | None) -> DecodeState:
     """The state as it is, once every program that `advancing` calls has been compiled: what is timed afterwards is decoding."""
     params = (target.params, drafter.params if drafter is not None else ())
+    rule = _rule_of_program(drafter, rule)
     chosen: list[int | None] = [None]
     if drafter is not None and widths is not None:
         chosen = list(widths.costs(target, drafter, state, rule))
     for width in chosen:
         state = decode(*params, state, jnp.int32(0), target=target, drafter=drafter, rule=rule, width=width)
     return jax.block_until_ready(state)
+
+
+def _rule_of_program(drafter: Drafter | None, rule: Rule) -> Rule:
+    """Plain decoding drafts nothing, so no rule changes its program: it is compiled once for all."""
+    return rule if drafter is not None else "match"
 
 
 def rule_of(options: DecodeConfig) -> Rule:

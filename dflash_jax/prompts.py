@@ -16,6 +16,7 @@ import random
 import sysconfig
 import textwrap
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
@@ -229,6 +230,16 @@ def _functions() -> tuple[Prompt, ...]:
     )
 
 
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """What `ast.walk` gives, in its order, without expressions: those are nine nodes of ten, and hold no function."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for name in ("body", "cases", "handlers", "orelse", "finalbody"):
+            waiting.extend(getattr(node, name, ()))
+
+
 def _function_headers(path: Path) -> Iterator[tuple[str, str]]:
     """(name, signature and docstring) of the functions of a source file whose docstring says enough to write them."""
     try:
@@ -239,7 +250,7 @@ def _function_headers(path: Path) -> Iterator[tuple[str, str]]:
     except (OSError, SyntaxError, ValueError):
         return  # a few modules are templates or use another encoding
     lines = source.splitlines()
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith(("test", "__")):
             continue
         docstring = ast.get_docstring(node)

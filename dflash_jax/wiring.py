@@ -69,7 +69,7 @@ class Sample(NamedTuple):
         real_BT = np.arange(self.tokens_BT.shape[1]) < self.length_B[:, None]
         anchors_BA = np.where(valid_BA, anchors_BA, 0).astype(np.int32)
         tokens, real, anchors, valid = (jnp.asarray(x) for x in (self.tokens_BT, real_BT, anchors_BA, valid_BA))
-        return make_blocks(tokens, real, anchors, valid, block_size)
+        return jax.jit(make_blocks, static_argnums=4)(tokens, real, anchors, valid, block_size)
 
 
 class Wiring(NamedTuple):
@@ -221,7 +221,8 @@ def _draft(params: Any, draft_params: Any, arrays: Any, *, target: Target, draft
         logits = drafter.unembed(hidden[:, :, 1:], head_VD, target, params)
         drafted = drafter.token_ids(jnp.arange(logits.shape[-1], dtype=jnp.int32))
         place = jnp.minimum(jnp.searchsorted(drafted, labels_1AJ), len(drafted) - 1)
-        chance = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), place[..., None], axis=-1)[..., 0]
+        of_label = jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
+        chance = jnp.exp(of_label - jax.nn.logsumexp(logits, axis=-1))
         chance = jnp.where(drafted[place] == labels_1AJ, chance, 0.0)  # it cannot draft some tokens
         return drafter.token_ids(jnp.argmax(logits, axis=-1).astype(jnp.int32))[0], chance[0], jnp.isfinite(hidden).all()
 

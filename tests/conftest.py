@@ -30,7 +30,7 @@ gc.set_threshold(200_000, 50, 100)
 # Tests run large programs a few times, so optimising them costs more than half of a test's time: most are compiled lightly. Some
 # are compiled as users compile them, because the promise of equal tokens is about optimised programs; more of them in the second
 # cell, which runs fewer tests.
-OPTIMISED = {"test_decode", "test_readme", "test_sharded_program", "test_shipped_drafter"}
+OPTIMISED = {"test_decode", "test_sharded_program", "test_shipped_drafter"}
 if sys.version_info < (3, 12):
     OPTIMISED |= {"test_engine", "test_generate", "test_sampling"}
 

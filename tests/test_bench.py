@@ -231,12 +231,13 @@ def test_refused_measurements(tmp_path, changes, kind, message):
         bench(tiny_run(tmp_path / "r", **({"drafter__path": drafter_folder(), "bench__prompts": [prompts]} | changes)))
 
 
-def test_time_is_that_of_decoding_alone(tmp_path):
+def test_time_is_that_of_decoding_alone(tmp_path, monkeypatch):
     """Timed and untimed decoding give the same text; the prefill's token is not counted."""
     target = tiny_target()
     prompt = target.tokenizer.encode_chat([user("a")])
     drafter = Drafter(*(getattr(module.load_drafter(drafter_folder(), target, dtype="float32"), n) for n in ("config", "params")))
     table = WidthTable(tmp_path / "widths.json")
+    monkeypatch.setattr("dflash_jax.widths.measure_widths", lambda *_: {1: 1.0, 3: 1.0})
     for d, widths in ((None, None), (drafter, None), (drafter, table)):
         options = DecodeConfig(max_new_tokens=NEW, block_size=3)
         compiled(target, d, start(target, d, [prompt], options if d else DecodeConfig(NEW))[0], "match", widths)

@@ -33,7 +33,7 @@ VARIANTS = {
 
 
 def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def inputs(drafter, length=T):
@@ -61,7 +61,7 @@ def verbs(params, taps, extend_positions, block, positions, cache, drafter):
 def test_training_pass_equals_formulas(name):
     drafter = dense_drafter(**VARIANTS[name])
     taps, block = inputs(drafter)
-    hidden, entropies = run(drafter, taps, block)
+    hidden, entropies = jax.tree.map(np.asarray, run(drafter, taps, block))
     for b, a in np.ndindex(*ANCHORS.shape):
         wanted = reference.draft_hidden(drafter.params, drafter.config, taps[b], int(ANCHORS[b, a]), block[b, a])
         np.testing.assert_allclose(hidden[b, a], wanted, rtol=1e-3, atol=1e-4, err_msg=f"anchor {ANCHORS[b, a]}")
@@ -74,7 +74,7 @@ def test_how_it_is_run_does_not_change_the_result():
     drafter = dense_drafter()
     taps, block = inputs(drafter)
     wanted, wanted_entropies = run(drafter, taps, block)
-    padded = jnp.concatenate([taps, 1e3 * normal(9, (B, 3, taps.shape[-1]))], axis=1)
+    padded = np.concatenate([taps, np.float32(1e3) * normal(9, (B, 3, taps.shape[-1]))], axis=1)
     for got in (run(drafter, taps, block, chunk=2, remat=True), run(drafter, padded, block)):
         np.testing.assert_allclose(got[0], wanted, rtol=1e-4, atol=1e-5)
         for g, w in zip(got[1], wanted_entropies, strict=True):
@@ -85,46 +85,51 @@ def test_positions_make_slots_differ():
     """Mask slots have equal inputs, so at one position they would draft one token; at their own positions they do not."""
     drafter = dense_drafter()
     taps, _ = inputs(drafter)
-    block = jnp.broadcast_to(normal(5, (1, 1, HIDDEN)), (B, BLOCK, HIDDEN))
-    context = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    cache, own = drafter.init_cache(B, C), jnp.broadcast_to(jnp.arange(9, 9 + BLOCK, dtype=jnp.int32)[None], (B, BLOCK))
+    block = np.broadcast_to(normal(5, (1, 1, HIDDEN)), (B, BLOCK, HIDDEN))
+    context = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    cache, own = drafter.init_cache(B, C), np.broadcast_to(np.arange(9, 9 + BLOCK, dtype=np.int32), (B, BLOCK))
 
     def between(positions):
         hidden = np.asarray(verbs(drafter.params, taps, context, block, positions, cache, drafter=drafter))
         return min(np.abs(hidden[:, i] - hidden[:, j]).max() for i in range(BLOCK) for j in range(i))
 
     assert between(own) > 1e-2
-    assert between(jnp.full((B, BLOCK), 9, jnp.int32)) < 1e-5
+    assert between(np.full((B, BLOCK), 9, np.int32)) < 1e-5
 
 
 def test_block_inputs():
     """[anchor, mask, ..., mask] from the target's table, from an own table, and with a learned mask."""
     table = normal(6, (VOCAB, HIDDEN))
-    anchors = jnp.asarray([[3, 7], [0, MASK]], jnp.int32)
+    anchors = np.asarray([[3, 7], [0, MASK]], np.int32)
 
     def check(drafter, rows, mask):
-        block = np.asarray(drafter.embed_block(drafter.params, anchors, BLOCK, lambda tokens: table[tokens]))
+        embed = jax.jit(lambda params, ids: drafter.embed_block(params, ids, BLOCK, lambda tokens: jnp.asarray(table)[tokens]))
+        block = np.asarray(embed(drafter.params, anchors))
         assert block.shape == (2, 2, BLOCK, rows.shape[1])
         np.testing.assert_array_equal(block[:, :, 0], rows[anchors])
         np.testing.assert_array_equal(block[:, :, 1:], np.broadcast_to(mask, block[:, :, 1:].shape))
 
     check(dense_drafter(), table, table[MASK])
     own = dense_drafter(own_embedding=True, own_head=True, draft_hidden_dim=8)
-    check(own, own.params["embed_tokens"][...], own.params["embed_tokens"][...][MASK])
+    rows = np.asarray(own.params["embed_tokens"][...])
+    check(own, rows, rows[MASK])
     learned = dense_drafter(learned_mask_embedding=True, mask_token_id=None)
     assert learned.params["mask_embedding"][...].shape == (HIDDEN,)
     check(learned, table, learned.params["mask_embedding"][...])
 
 
 def logits(drafter, hidden, target, target_params):
-    return drafter.unembed(hidden, drafter.head(drafter.params, target, target_params), target, target_params)
+    compute = lambda params, hidden, target_params: drafter.unembed(
+        hidden, drafter.head(params, target, target_params), target, target_params
+    )
+    return np.asarray(jax.jit(compute)(drafter.params, hidden, target_params))
 
 
 def test_head():
     hidden = normal(7, (2, BLOCK, HIDDEN))
     target, borrowed, own = dense_target(), dense_drafter(), dense_drafter(own_head=True)
     lent = logits(borrowed, hidden, target, target.params)
-    np.testing.assert_array_equal(lent, target.unembed(target.params, hidden))
+    np.testing.assert_array_equal(lent, jax.jit(target.unembed)(target.params, hidden))
     wanted = np.asarray(hidden, np.float64) @ np.asarray(own.params["lm_head"][...], np.float64).T
     np.testing.assert_allclose(logits(own, hidden, None, None), wanted, rtol=1e-4, atol=1e-5)
 
@@ -137,7 +142,7 @@ def test_draft_vocabulary(own_head):
     target, whole = dense_target(), dense_drafter(own_head=own_head)
     cut = Drafter(dataclasses.replace(whole.config, draft_token_ids=ids), whole.params)
     no_head = types.SimpleNamespace(unembed=target.unembed)
-    wanted = np.asarray(logits(whole, hidden, target, target.params))[..., list(ids)]
+    wanted = logits(whole, hidden, target, target.params)[..., list(ids)]
     for lender in (target, no_head):
         np.testing.assert_allclose(logits(cut, hidden, lender, target.params), wanted, rtol=1e-5, atol=1e-6)
     places = jnp.asarray([[0, 3], [1, 1]], jnp.int32)
@@ -155,14 +160,19 @@ def test_dropout():
     drafter = dense_drafter(dropout=0.4)
     taps, block = inputs(drafter)
     wanted, _ = run(dense_drafter(), taps, block)
-    assert drafter.model(drafter.params).layers[0]._drop(taps, Execution(), 0) is taps
+    anything = jnp.asarray(taps)
+    assert drafter.model(drafter.params).layers[0]._drop(anything, Execution(), 0) is anything
     first, again, other = (run(drafter, taps, block, key=jax.random.key(i))[0] for i in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert np.abs(np.asarray(first) - wanted).max() > 0.1
     assert np.abs(np.asarray(first) - other).max() > 0.1
-    ones = jnp.ones((4000,))
-    layer = drafter.model(drafter.params).layers[0]
-    draws = [np.asarray(layer._drop(ones, Execution(dropout_key=jax.random.key(0)), place)) for place in range(4)]
+
+    @jax.jit
+    def dropped(key):
+        layer = drafter.model(drafter.params).layers[0]
+        return [layer._drop(jnp.ones((4000,)), Execution(dropout_key=key), place) for place in range(4)]
+
+    draws = [np.asarray(x) for x in dropped(jax.random.key(0))]
     for i, x in enumerate(draws):
         np.testing.assert_allclose(np.unique(x), [0, 1 / 0.6], rtol=1e-6)
         assert abs(x.mean() - 1) < 0.07

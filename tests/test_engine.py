@@ -5,6 +5,7 @@ The tiny models here have five tokens, so that random drafts are often right and
 
 import dataclasses
 import inspect
+import sys
 import threading
 
 import jax
@@ -27,6 +28,12 @@ from dflash_jax.tokenizer import Tokenizer
 TOKENS, MAX_LEN, CHUNK, ROUNDS, SLOTS = 5, 110, 16, 2, 3
 DENSE = dense_target(vocab_size=TOKENS)
 DENSE_DRAFTER = dense_drafter(vocab_size=TOKENS, mask_token_id=4, num_draft_layers=1, sliding_window=(None,), causal=(False,))
+
+
+@pytest.fixture(autouse=True)
+def one_shape(monkeypatch):
+    """`generate` pads every prompt to one length, so that it has one program where prompts of many lengths are compared with it."""
+    monkeypatch.setattr(sys.modules["dflash_jax.generate"], "prefill_lengths", lambda *_: (CONTEXT, 2 * CONTEXT))
 
 
 def small_table(vocab=TOKENS, script=None, tokenizer=None):
@@ -317,14 +324,15 @@ def test_audits_are_those_of_generate():
     cases = [(prompt(20 + i, 5), {"max_new_tokens": 30, "seed": i, "temperature": [0.8, 1.2, 0.0][i % 3]}) for i in range(5)]
     requests = [engine.submit(ids, **arguments) for ids, arguments in cases]
     engine.run()
-    alone = [generate(DENSE, DENSE_DRAFTER, [ids], **how, verify="block", audit=True).stats.audit for ids, how in cases]
-    for request, audit in zip(requests, alone, strict=True):
-        assert request.audit.tokens == audit.tokens
+    assert (requests[2].audit.tokens, np.isnan(requests[2].audit.z)) == (0, True)
+    sampled = [case for case in zip(requests, cases, strict=True) if case[0] is not requests[2]]
+    for request, (ids, how) in sampled:
+        audit = generate(DENSE, DENSE_DRAFTER, [ids], **how, verify="block", audit=True).stats.audit
+        assert request.audit.tokens == audit.tokens > 0
         np.testing.assert_allclose(request.audit.z, audit.z, rtol=1e-4)
-    assert [audit.tokens > 0 for audit in alone] == [True, True, False, True, True]
     scores, variances, tokens = np.array([request.audit_sums for request in requests]).sum(0)
     np.testing.assert_allclose(engine.audit.z, scores / variances**0.5)
-    assert engine.audit.tokens == tokens == sum(audit.tokens for audit in alone)
+    assert engine.audit.tokens == tokens == sum(request.audit.tokens for request in requests)
     assert np.isnan(make().audit.z)
     with pytest.raises(ConfigError, match="leave out audit or widths"):
         make(audit=True, widths=widths_module.WidthTable("unused.json"))

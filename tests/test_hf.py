@@ -11,16 +11,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_drafter import DRAFTER, OWN, SHARED, TARGET, equal_params, random_drafter
 from tiny_folder import HIDDEN, LAYERS, VOCAB, write_folder
+from tiny_models import random_params
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import load_drafter, save_drafter
 from dflash_jax.targets import DenseTarget
+from dflash_jax.targets.dense import abstract_decoder
 
 
 @pytest.fixture(scope="module")
 def target():
-    return DenseTarget.random(jax.random.key(0), TARGET)
+    return DenseTarget(TARGET, random_params(abstract_decoder(TARGET), 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -33,7 +35,8 @@ def test_round_trip(tmp_path, target, changes):
     """Config and parameters come back; in bfloat16 bit for bit."""
     drafter = random_drafter(**changes)
     rounded = Drafter(
-        dataclasses.replace(drafter.config, dtype="bfloat16"), jax.tree.map(lambda x: x.astype(jnp.bfloat16), drafter.params)
+        dataclasses.replace(drafter.config, dtype="bfloat16"),
+        jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), drafter.params),
     )
     save_drafter(drafter, tmp_path / "d")
     loaded = load_drafter(tmp_path / "d", target, dtype="bfloat16")

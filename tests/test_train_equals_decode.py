@@ -29,6 +29,7 @@ REAL = np.arange(LENGTH) < LENGTHS[:, None]
 TOKENS = np.where(REAL, np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)), 0).astype(np.int32)
 TARGET = dense_target()
 OWN = {"draft_hidden_dim": 8, "own_embedding": True, "own_head": True}
+ONE_LAYER = {"num_draft_layers": 1, "sliding_window": (), "causal": ()}
 VARIANTS = {
     "plain": ({}, Execution()),
     "plain, chunks": ({}, Execution(4, True)),
@@ -38,22 +39,22 @@ VARIANTS = {
     "windows, bidirectional, part of a head rotated by yarn": (
         {"sliding_window": (4, 7), "rope": RopeConfig(50.0, "yarn", 4.0, 16, partial_rotary_factor=0.5)}, Execution(5, False),
     ),
-    "own tables, another width, causal": (OWN | {"causal": (True, True), "head_dim": 12}, Execution(None, True)),
-    "learned mask, one layer": (
-        {"learned_mask_embedding": True, "mask_token_id": None, "num_draft_layers": 1, "sliding_window": (), "causal": ()},
-        Execution(2, False),
+    "own tables, another width, causal, one layer": (
+        OWN | ONE_LAYER | {"head_dim": 12, "causal": (True,)}, Execution(None, True),
     ),
+    "learned mask, one layer": (ONE_LAYER | {"learned_mask_embedding": True, "mask_token_id": None}, Execution(2, False)),
 }  # fmt: skip
 
 
 def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def all_blocks(tokens=TOKENS, masks=MASKS):
+@jax.jit
+def all_blocks(tokens, masks):
     """Blocks at every eligible position; the shorter row has invalid ones."""
-    anchors_BA, valid_BA = sample_anchors(jax.random.key(0), jnp.asarray(masks), masks.shape[1])
-    return make_blocks(jnp.asarray(tokens), jnp.asarray(masks), anchors_BA, valid_BA, BLOCK)
+    anchors_BA, valid_BA = sample_anchors(jax.random.key(0), masks, masks.shape[1])
+    return make_blocks(tokens, masks, anchors_BA, valid_BA, BLOCK)
 
 
 @jax.jit
@@ -64,12 +65,13 @@ def features(tokens_BT, lengths_B):
 @pytest.fixture(scope="module")
 def rows():
     """The rows' features and blocks, and row, index and anchor of every valid block."""
-    blocks = all_blocks()
-    every = [(b, a, int(blocks.anchors_BA[b, a])) for b, a in np.argwhere(np.asarray(blocks.valid_BA)).tolist()]
+    blocks = jax.tree.map(np.asarray, all_blocks(TOKENS, MASKS))
+    every = [(b, a, int(blocks.anchors_BA[b, a])) for b, a in np.argwhere(blocks.valid_BA).tolist()]
     assert len(every) == 11 + 4
-    return SimpleNamespace(taps=features(TOKENS, LENGTHS), blocks=blocks, every=every)
+    return SimpleNamespace(taps=np.asarray(features(TOKENS, LENGTHS)), blocks=blocks, every=every)
 
 
+@partial(jax.jit, static_argnames="drafter")
 def embed(drafter, tokens):
     return drafter.embed_block(drafter.params, tokens, BLOCK, partial(TARGET.embed, TARGET.params))
 
@@ -102,7 +104,7 @@ def test_every_anchor_trains_as_it_decodes(rows, changes, execution):
     """Decoding knows the tokens up to the anchor and nothing else; its cache holds the noise of rejected rounds elsewhere."""
     drafter = dense_drafter(**changes)
     block_BAKD = embed(drafter, rows.blocks.anchor_tokens_BA)
-    trained = train_logits(rows.taps, block_BAKD, rows.blocks.anchors_BA, drafter=drafter, execution=execution)
+    trained = np.asarray(train_logits(rows.taps, block_BAKD, rows.blocks.anchors_BA, drafter=drafter, execution=execution))
     anchors = np.array([anchor for *_, anchor in rows.every], np.int32)
     prefixes = np.array([np.where(np.arange(LENGTH) < anchor, TOKENS[b], 7) for b, _, anchor in rows.every], np.int32)
     noise = jax.tree.map(lambda x: normal(3, x.shape), drafter.init_cache(len(rows.every), CAPACITY))
@@ -133,9 +135,9 @@ def test_gradients_say_what_a_block_sees(rows, name):
         return jax.grad(total, argnums=(0, 1))(rows.taps, inputs)
 
     for b, a, anchor in rows.every:
-        of_taps, of_blocks = (
-            np.abs(np.asarray(g)).max(-1) for g in gradient(jnp.zeros(rows.blocks.anchors_BA.shape).at[b, a].set(1.0))
-        )
+        chosen_BA = np.zeros(rows.blocks.anchors_BA.shape, np.float32)
+        chosen_BA[b, a] = 1.0
+        of_taps, of_blocks = (np.abs(np.asarray(g)).max(-1) for g in gradient(chosen_BA))
         assert (of_taps[b, anchor:] == 0).all(), f"anchor {anchor} sees a feature at or after it"
         assert (of_taps[b, :anchor] > 0).all(), f"anchor {anchor} does not see its prefix"
         assert (of_taps[1 - b] == 0).all(), "rows see each other"
@@ -144,13 +146,13 @@ def test_gradients_say_what_a_block_sees(rows, name):
         assert (of_blocks == 0).all(), f"anchor {anchor} sees another block"
 
 
-@pytest.mark.parametrize("name", ["plain", "own tables, another width, causal"])
+@pytest.mark.parametrize("name", ["plain", "own tables, another width, causal, one layer"])
 def test_changes_at_or_after_an_anchor_change_no_bit(rows, name):
     """Another token, or wild features, at a position: blocks that start before it keep every bit, and later ones do not."""
     drafter = dense_drafter(**VARIANTS[name][0])
 
     def run(tokens_BT, taps_BTM):
-        blocks = all_blocks(tokens_BT)
+        blocks = all_blocks(tokens_BT, MASKS)
         return np.asarray(train_logits(taps_BTM, embed(drafter, blocks.anchor_tokens_BA), blocks.anchors_BA, drafter=drafter))
 
     base = run(TOKENS, rows.taps)
@@ -158,7 +160,8 @@ def test_changes_at_or_after_an_anchor_change_no_bit(rows, name):
         tokens = TOKENS.copy()
         tokens[:, position] = (tokens[:, position] + 1) % VOCAB
         by_token = run(tokens, features(tokens, LENGTHS))
-        by_taps = run(TOKENS, rows.taps.at[:, position:].multiply(1e4))
+        wild = rows.taps * np.where(np.arange(LENGTH) < position, 1, 1e4)[:, None].astype(np.float32)
+        by_taps = run(TOKENS, wild)
         for b, a, anchor in rows.every:
             same = [np.array_equal(got[b, a], base[b, a]) for got in (by_token, by_taps)]
             padding = position >= LENGTHS[b]
@@ -183,7 +186,7 @@ def loss_and_gradient(params, taps_BTM, blocks, drafter):
 
 def one_block_a_row(rows):
     """Every block alone in a row of its own."""
-    b, a = (jnp.asarray([block[i] for block in rows.every]) for i in (0, 1))
+    b, a = (np.asarray([block[i] for block in rows.every]) for i in (0, 1))
     return rows.taps[b], jax.tree.map(lambda x: x[b, a][:, None], rows.blocks)
 
 
@@ -192,8 +195,8 @@ def padded(rows):
     right = ((0, 1), (0, 6))
     real = np.pad(REAL, right)
     tokens = np.where(real, np.pad(TOKENS, right), 11).astype(np.int32)
-    taps = features(tokens, np.append(LENGTHS, 19).astype(np.int32))
-    return jnp.where(real[..., None], taps, 3.0), all_blocks(tokens, np.pad(MASKS, right))
+    taps = np.asarray(features(tokens, np.append(LENGTHS, 19).astype(np.int32)))
+    return np.where(real[..., None], taps, np.float32(3.0)), all_blocks(tokens, np.pad(MASKS, right))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def padded(rows):
 )
 def test_packing_and_padding_change_nothing(rows, changes, other):
     """Many blocks a row or one, padding or none: the loss sums and the gradient of every parameter."""
-    drafter = dense_drafter(**changes)
+    drafter = dense_drafter(**ONE_LAYER | changes)
     want, want_sums = loss_and_gradient(drafter.params, rows.taps, rows.blocks, drafter=drafter)
     assert float(want_sums.blocks) == len(rows.every)
     got, sums = loss_and_gradient(drafter.params, *other(rows), drafter=drafter)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import BLOCK, dense_drafter, dense_target
+from tiny_models import BLOCK, dense_drafter, dense_target, scripted_drafter, table_target
 
 import dflash_jax.widths as widths_module
 from dflash_jax.config import DecodeConfig
@@ -24,6 +24,12 @@ COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.6}
 @pytest.fixture(scope="module")
 def pair():
     return dense_target(), dense_drafter()
+
+
+@pytest.fixture(scope="module")
+def light():
+    """Models whose programs are small, for what is told by shapes and configs."""
+    return table_target(), scripted_drafter([[0]] * 4)
 
 
 def decoded(pair, plan, new=40, **options):
@@ -154,8 +160,8 @@ def fake_costs(monkeypatch, costs=COSTS):
 
 
 @pytest.mark.one_cell
-def test_costs_are_measured_once_a_case(pair, tmp_path, monkeypatch):
-    target, drafter = pair
+def test_costs_are_measured_once_a_case(light, tmp_path, monkeypatch):
+    target, drafter = light
     calls = fake_costs(monkeypatch)
     path = tmp_path / "new" / "widths.json"
     state, _ = start(target, drafter, PROMPTS, DecodeConfig(max_new_tokens=8), [])
@@ -171,7 +177,7 @@ def test_costs_are_measured_once_a_case(pair, tmp_path, monkeypatch):
     cases = [(wider, "match"), (longer, "match"), (sampled, "match"), (sampled, "block"), (cut, "block"), (short, "match")]
     for other, rule in cases:
         table.costs(target, drafter, other, rule)
-    table.costs(target, dense_drafter(mlp_dim=32), state, "match")
+    table.costs(target, scripted_drafter([[0]] * 4, mlp_dim=32), state, "match")
     assert len(calls) == 8
     assert len(json.loads(path.read_text())) == 8
     assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
@@ -199,15 +205,15 @@ def test_a_foreign_file_is_refused(text, tmp_path):
 
 
 @pytest.mark.one_cell
-def test_measured_costs_are_of_every_width(pair, monkeypatch):
+def test_measured_costs_are_of_every_width(light, monkeypatch):
     """The state that is measured with is a copy: the caller's stays as it is."""
-    target, drafter = pair
-    state, _ = start(target, drafter, PROMPTS, DecodeConfig(max_new_tokens=8, temperature=0.7), [])
+    target, drafter = light
+    state, _ = start(target, drafter, PROMPTS, DecodeConfig(max_new_tokens=8, temperature=0.7, block_size=3), [])
     before = jax.tree.map(np.array, state)
     made = []
     monkeypatch.setattr(widths_module, "decode", lambda *a, **k: made.append((k["width"], k["rule"])) or decode(*a, **k))
     costs = measure_widths(target, drafter, state, "block")
-    assert list(costs) == [1, 2, 3, 4, BLOCK]
+    assert list(costs) == [1, 2, 3]
     assert all(0 < cost < 60 for cost in costs.values())
     assert made == 6 * [(width, "block") for width in costs], "compiled once, then five times in turn"
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
@@ -230,8 +236,8 @@ def test_generate_follows_the_table(pair, tmp_path, monkeypatch):
 
 
 @pytest.mark.one_cell
-def test_tables_on_one_file_keep_what_each_measured(pair, tmp_path, monkeypatch):
-    target, drafter = pair
+def test_tables_on_one_file_keep_what_each_measured(light, tmp_path, monkeypatch):
+    target, drafter = light
     fake_costs(monkeypatch)
     path = tmp_path / "w.json"
     states = [start(target, drafter, PROMPTS[:n], DecodeConfig(max_new_tokens=8), [])[0] for n in (1, 2, 3)]

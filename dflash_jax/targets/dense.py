@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -271,5 +272,10 @@ def _one_layer(
 
 
 def abstract_decoder(config: TargetConfig) -> DenseDecoder:
-    """The module with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: DenseDecoder(jax.random.key(0), config))
+    """The module with shapes in place of arrays: a new one, from what is traced once a config."""
+    return nnx.merge(*_traced(config))
+
+
+@lru_cache(maxsize=32)
+def _traced(config: TargetConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: DenseDecoder(jax.random.key(0), config)))
