@@ -15,7 +15,7 @@ from dflash_jax.drafter import Drafter, Execution
 from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.objectives import Objective
-from dflash_jax.sharding import batch_shards, collected, place_rows, shardings
+from dflash_jax.sharding import BATCH, batch_shards, collected, place_rows, shardings
 from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
@@ -301,6 +301,18 @@ def init_state(drafter: Drafter, tx: optax.GradientTransformation, mesh: Mesh, e
     placed = jax.device_put(drafter.params, shardings(drafter.params, mesh))
     out = shardings(jax.eval_shape(build, placed), mesh)
     return jax.jit(build, out_shardings=out)(placed)
+
+
+def abstract_batch(config: Config, width: int, features: int, mesh: Mesh) -> tuple[Batch, Any]:
+    """Shapes of a step's rows of `width` slots, and of given target features, so many numbers a token (0: None), where they lie."""
+    rows, by_row = config.data.batch_size, NamedSharding(mesh, BATCH)
+
+    def shape(dtype: Any, *sizes: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, *sizes), dtype, sharding=by_row)
+
+    documents = shape(jnp.int32, width) if config.data.packing else None
+    batch = Batch(shape(jnp.int32, width), shape(jnp.bool_, width), shape(jnp.int32), documents)
+    return batch, shape(jnp.float32, width, features) if features else None
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
