@@ -33,10 +33,10 @@ from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.optim import optimizer
 from dflash_jax.program import Sent, collectives, product_flops
 from dflash_jax.progress import DEVICES, device_bytes
-from dflash_jax.sharding import BATCH, make_mesh, placed_shapes, replicated_dimensions
+from dflash_jax.sharding import make_mesh, placed_shapes, replicated_dimensions
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
-from dflash_jax.train_step import Batch, abstract_state, make_train_step
+from dflash_jax.train_step import abstract_batch, abstract_state, make_train_step
 
 GIB = 2**30
 EXAMPLES = "v5e:4x4, v5p:2x2x2, v6e:2x4 or cpu:8"
@@ -181,16 +181,9 @@ def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh
     tx = optimizer(config.optim, config.train.steps or 1000, sizes_M)
     step: Any = make_train_step(config, target, Drafter(drafter, None), tx, mesh)
     state = abstract_state(drafter, tx, mesh, config.optim.ema > 0)
-    by_row = NamedSharding(mesh, BATCH)
-
-    def shape(dtype: Any, *sizes: int) -> Any:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=by_row)
-
-    documents = shape(jnp.int32, rows, length) if data.packing else None
-    batch = Batch(shape(jnp.int32, rows, length), shape(bool, rows, length), shape(jnp.int32, rows), documents)
     # kept features come from a program of their own
     width = len(sizes_M) + (target.config.hidden_size if config.train.loss != "ce" else 0)
-    taps = shape(jnp.bfloat16, rows, length, width) if config.train.features != "online" else None
+    batch, taps = abstract_batch(config, length, width if config.train.features != "online" else 0, mesh)
     micro, anchors = config.optim.accumulation, config.train.anchors_per_row
     name = f"train step ({rows} rows of {length} in {micro} micro-batches, {anchors} blocks of {drafter.block_size} a row)"
     arguments = {"target": target.params, "drafter": state.params, "optimizer": state.opt_state, "batch": (batch, taps)}

@@ -1,52 +1,65 @@
 """Training checkpoints: optimizer state, data position and merged config, written by Orbax and then sealed with their checksums.
 
 A checkpoint is a folder named after its step. It is whole once it has its seal, which is written last and holds size and CRC-32 of
-every file: a kill at any moment leaves a folder without seal, and no later damage goes unseen.
+every file: a kill at any moment leaves a folder without seal, and no later damage goes unseen. Writing and sealing go on in the
+background while training does.
 """
 
 import json
 import shutil
 import sys
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from dflash_jax.distributed import added_up, everyone, from_main, is_main, wait_for_all
+from dflash_jax.distributed import everyone, from_main, is_main, wait_for_all
 from dflash_jax.errors import CheckpointError
 from dflash_jax.train_step import TrainState
 
 SEAL = "seal.json"
+_WRITING = (OSError, ValueError, RuntimeError)
+"""what Orbax raises when it cannot write"""
 _CHUNK = 1 << 24
 
 
 class Checkpoints:
     """The checkpoints of a run folder: the newest `keep` of them, and the best one by measured acceptance length.
 
-    All processes of a run call the same methods; the folder is one that all of them see.
+    All processes of a run call the same methods; the folder is one that all of them see. `measured_on` names what acceptance
+    lengths are measured on: only those of one name are compared.
     """
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
-        self.folder, self.keep = Path(folder).absolute(), keep
+    def __init__(self, folder: str | Path, keep: int, measured_on: str | None = None) -> None:
+        self.folder, self.keep, self.measured_on = Path(folder).absolute(), keep, measured_on
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}): give another train.run_dir") from None
-        self.checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        self.checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self.background = ThreadPoolExecutor(1, "seal")
+        self.saving: tuple[int, Future[None]] | None = None
 
     @property
     def newest(self) -> int | None:
         """The step of the newest sealed checkpoint."""
+        self.wait()
         return max(self._sealed(), default=None)
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and acceptance length of the checkpoint that accepted most; of equals the later. None when none was measured."""
-        measured = [(tau, step) for step in self._sealed() if (tau := self._seal(step).get("acceptance_length")) is not None]
-        return None if not measured else max(measured)[::-1]
+        self.wait()
+        return self._best()
+
+    @property
+    def best_elsewhere(self) -> int | None:
+        """The step that accepted most, if what an earlier part of the run measured on was something else than now."""
+        others = [(tau, step) for step, (tau, name) in self._measured().items() if self.measured_on and name != self.measured_on]
+        return max(others)[1] if others else None
 
     def save(
         self,
@@ -56,14 +69,16 @@ class Checkpoints:
         config: dict[str, Any],
         acceptance_length: float | None = None,
     ) -> None:
-        """Write the state after `state.step` steps. Earlier checkpoints are only deleted once the new one is sealed.
+        """Take the state after `state.step` steps, and write and seal it in the background, once the save before is sealed. Earlier
+        checkpoints are only deleted after that.
 
         `identity` is what a run that resumes must share; `config` is the merged config, for people; `acceptance_length` is what
         this state was measured to have. Random keys are made from the seed and the step, so both of them are the state of the
-        random numbers. Raises `CheckpointError` when it cannot be written (a full disk).
+        random numbers. Raises `CheckpointError` when it, or the one before, cannot be written (a full disk).
         """
+        self.wait()
         step = int(state.step)
-        if everyone(step in self._sealed()):
+        if from_main(step in self._sealed()):
             return
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_by_name(state)),
@@ -72,21 +87,40 @@ class Checkpoints:
             config=ocp.args.JsonSave(config),
         )
         try:
-            self._remove({step})  # what a killed save has left
-            self.checkpointer.save(self.folder / str(step), args=args)
-            files = _checksums(self.folder / str(step))
             if is_main():
-                seal = {"acceptance_length": acceptance_length, "files": files}
-                beside = self.folder / str(step) / f"{SEAL}.new"
-                beside.write_text(json.dumps(seal, indent=0) + "\n", encoding="utf-8")
-                beside.rename(beside.with_name(SEAL))
-            wait_for_all("sealed")
-            self._remove(self._steps() - self._kept())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder} ({error}): free some space and --resume; "
-                f"the newest whole checkpoint is step {self.newest}"
-            ) from None
+                self._delete({step})  # what a killed save has left
+            wait_for_all("deleted")
+            self.checkpointer.save(self.folder / str(step), args=args)
+        except _WRITING as error:
+            raise self._unwritten(step, error) from None
+        self.saving = step, self.background.submit(self._seal_up, step, acceptance_length)
+
+    def check(self) -> None:
+        """Raises the `CheckpointError` of a save in the background that has failed; waits for nothing."""
+        if self.saving is not None and self.saving[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once no save is on its way. Raises `CheckpointError` when the last one could not be written."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            try:
+                saving[1].result()
+            except _WRITING as error:
+                raise self._unwritten(saving[0], error) from None
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Raises `CheckpointError` when there is no checkpoint, or the newest belongs to another config, by those parts that are
+        known before any work is done. `restore` compares all of them."""
+        if self.newest is None:
+            raise CheckpointError(f"{self.folder} holds no checkpoint: start without --resume")
+        folder = self.folder / str(self.newest)
+        try:
+            saved = json.loads((folder / "identity" / "metadata").read_text(encoding="utf-8"))
+            known = {name: saved.get(name) for name in identity}
+        except (OSError, ValueError, AttributeError):  # damaged: `restore` says so
+            return
+        _check_identity(known, json.loads(json.dumps(identity)), folder)
 
     def restore(self, state: TrainState, identity: dict[str, Any], only: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The newest whole checkpoint, placed like `state` (arrays or their shapes with shardings), and its data position.
@@ -95,6 +129,7 @@ class Checkpoints:
         Those that are half-written or damaged are skipped with a warning; damaged ones are set aside. Raises `CheckpointError` when
         none is left, or when it was written by a run that would compute something else.
         """
+        self.wait()
         step = self._newest_whole(self._steps() if only is None else {only} & self._steps())
         if step < 0:
             which = "checkpoint: start without --resume" if only is None else f"whole checkpoint of step {only}"
@@ -117,7 +152,30 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names]), saved["data"]
 
     def close(self) -> None:
+        """Let a save that is on its way end. If it fails now, on the way out, that is a warning."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _warn(str(error))
+        self.background.shutdown()
         self.checkpointer.close()
+
+    def _seal_up(self, step: int, acceptance_length: float | None) -> None:
+        """In the background: once all processes have written, the first one seals, and deletes what is no longer kept."""
+        self.checkpointer.wait_until_finished()
+        if is_main():
+            folder = self.folder / str(step)
+            seal = {"acceptance_length": acceptance_length, "measured_on": self.measured_on, "files": _checksums(folder)}
+            beside = folder / f"{SEAL}.new"
+            beside.write_text(json.dumps(seal, indent=0) + "\n", encoding="utf-8")
+            beside.rename(beside.with_name(SEAL))
+            self._delete(self._steps() - self._kept())
+
+    def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder} ({error}): free some space and --resume; "
+            f"the newest whole checkpoint is step {max(self._sealed(), default=None)}"
+        )
 
     def _steps(self) -> set[int]:
         return {int(path.name) for path in self.folder.iterdir() if path.name.isdigit() and path.is_dir()}
@@ -155,27 +213,39 @@ class Checkpoints:
             wait_for_all("set aside")
         return -1
 
+    def _measured(self) -> dict[int, tuple[float, str | None]]:
+        """Acceptance length, and the name of what it was measured on, by step."""
+        seals = {step: self._seal(step) for step in self._sealed()}
+        return {
+            step: (seal["acceptance_length"], seal.get("measured_on"))
+            for step, seal in seals.items()
+            if seal.get("acceptance_length") is not None
+        }
+
+    def _best(self) -> tuple[int, float] | None:
+        """By what is measured on now; of a run that measures nothing, by what the newest was measured on."""
+        measured = self._measured()
+        name = self.measured_on or (measured[max(measured)][1] if measured else None)
+        same = [(tau, step) for step, (tau, of) in measured.items() if of == name]
+        return max(same)[::-1] if same else None
+
     def _kept(self) -> set[int]:
         """The newest `keep` and the best. All else goes, what kills have left of older ones too."""
-        return set(sorted(self._sealed())[-self.keep :]) | ({self.best[0]} if self.best else set())
+        best = self._best()
+        return set(sorted(self._sealed())[-self.keep :]) | ({best[0]} if best else set())
 
-    def _remove(self, steps: set[int]) -> None:
-        for step in steps if is_main() else ():
+    def _delete(self, steps: set[int]) -> None:
+        for step in steps:
             folder = self.folder / str(step)
             if folder.exists():
                 (folder / SEAL).unlink(missing_ok=True)  # first, so that a kill leaves no damaged checkpoint
                 shutil.rmtree(folder)
-        wait_for_all("removed")
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file by its path in the folder; every process reads its share of them."""
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
-    sums_N = np.zeros(len(files), np.uint32)
-    for index in _share(len(files)):
-        sums_N[index] = _crc(folder / files[index])
-    sums = added_up(sums_N).tolist()
-    return {name: [(folder / name).stat().st_size, crc] for name, crc in zip(files, sums, strict=True)}
+    """Size and CRC-32 of each file by its path in the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
+    return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
 
 
 def _fault(folder: Path, files: dict[str, list[int]]) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,7 +33,7 @@ class ConversationDataset:
     JSONL lines hold `messages` and optionally `finish_reason` and `answer_tokens` (see `tokenize_conversation`). Conversations
     longer than `max_length` are cut, those with nothing to learn from dropped; `report` counts both.
 
-    A batch is a dict of numpy arrays, its rows those of `batch_size` that `process_rows` names (None: this process's equal share):
+    A batch is a dict of numpy arrays, its rows those of `batch_size` that `process_rows` names (None: all):
     tokens_BT int32 (padded with `pad_token_id`), loss_mask_BT bool (False on padding), length_B int32 (tokens), and id_B int32, the
     place of the row's first conversation among all lines read, from 0. With `packing` a row holds several conversations, and
     doc_BT int32 is that of every slot, -1 on padding. A filler row (id -1) has length 1 and no loss. T is one of `config.buckets`
@@ -48,22 +47,15 @@ class ConversationDataset:
         config: DataConfig,
         tokenizer: Tokenizer,
         pad_token_id: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
         vocab_size: int | None = None,
         process_rows: np.ndarray | None = None,
     ) -> None:
-        if not config.train:
-            raise ConfigError(
-                "data.train names no file: give JSONL files of conversations (`python -m dflash_jax regenerate` writes them)"
-            )
-        check_sizes(config, process_count)
+        check_sizes(config)
         self.config, self.pad_token_id = config, pad_token_id
-        share = config.batch_size // process_count
-        self.process_rows = np.arange(share) + process_index * share if process_rows is None else process_rows
+        self.process_rows = np.arange(config.batch_size) if process_rows is None else process_rows
         self.buckets = tuple(sorted(config.buckets))
         vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        self.records = open_records(config, tokenizer, vocab_size, process_index)
+        self.records = open_records(config, tokenizer, vocab_size)
         self.report, self.lengths_N = self.records.report, self.records.lengths_N
         self.buckets_N = np.searchsorted(self.buckets, self.lengths_N)
         # threads of the iterator ask for neighbouring batches, which share a plan
@@ -79,6 +71,10 @@ class ConversationDataset:
         while len(self._ends) < epochs:
             self._ends.append(self.steps_in(len(self._ends)) + len(self._plan(len(self._ends)).batches))
         return self._ends[epochs - 1] if epochs else 0
+
+    def widths(self) -> list[int]:
+        """Slots a row of the first epoch's batches."""
+        return [self.buckets[bucket] for bucket, _ in self._plan(0).batches]
 
     def iterator(
         self, steps: int | None = None, read: Callable[[Any], Any] = lambda batch: batch, prefetch: int = 8
@@ -114,11 +110,11 @@ class ConversationDataset:
         bucket, rows = plan.batches[step - self.steps_in(epoch)]
         return self._filled(plan.rows, rows[self.process_rows], bucket)
 
-    def sample(self) -> dict[str, np.ndarray]:
-        """A batch of whole conversations, one a row, the same on every process: typical text to measure sizes on."""
+    def sample(self, count: int) -> dict[str, np.ndarray]:
+        """At most `count` whole conversations, one a row, the same on every process: typical text to measure sizes on."""
         rows = one_a_row(len(self))
         bucket, chosen = self._batches(self.buckets_N, epoch=0)[0]
-        batch = self._filled(rows, chosen, bucket)
+        batch = self._filled(rows, chosen[:count], bucket)
         batch.pop("doc_BT", None)
         return batch
 
@@ -177,8 +173,6 @@ def training_data(config: Config, target: DenseTarget, mesh: Mesh) -> Conversati
         config.data,
         target.tokenizer,
         pad if pad is not None and 0 <= pad < target.config.vocab_size else 0,
-        jax.process_index(),
-        jax.process_count(),
         target.config.vocab_size,
         process_rows(mesh, config.data.batch_size),
     )
@@ -204,11 +198,11 @@ class _BatchSource:
         return self._dataset.batch(int(index))
 
 
-def check_sizes(config: DataConfig, process_count: int = 1) -> None:
+def check_sizes(config: DataConfig) -> None:
     """Raises `ConfigError` for lengths, buckets and batches that do not fit together."""
     if not config.buckets or min(config.buckets) < 2:
         raise ConfigError(f"data.buckets is {config.buckets}: give padded row lengths of at least 2")
     if config.max_length > max(config.buckets):
         raise ConfigError(f"data.max_length {config.max_length} exceeds the widest of data.buckets {config.buckets}: add a bucket")
-    if config.batch_size < 1 or config.batch_size % process_count:
-        raise ConfigError(f"data.batch_size {config.batch_size} cannot be shared by {process_count} processes: make it a multiple")
+    if config.batch_size < 1:
+        raise ConfigError(f"data.batch_size is {config.batch_size}: it must be at least 1")

@@ -1,16 +1,20 @@
 """Several processes as one run: agreements between them, and what only the first of them does. One process needs no network."""
 
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from dflash_jax.config import DistributedConfig
 from dflash_jax.errors import ConfigError
+
+_A_WEEK_MS = 7 * 24 * 3600 * 1000
 
 
 def initialize(config: DistributedConfig) -> None:
@@ -85,15 +89,37 @@ def from_main(number: int | bool) -> int:
     return int(_gathered(np.asarray(number, np.int32)).reshape(-1)[0])
 
 
-def added_up(numbers_N: np.ndarray) -> np.ndarray:
-    """The sum over processes of an array that has the same shape on each."""
-    return _gathered(numbers_N).reshape(-1, *numbers_N.shape).sum(0, dtype=numbers_N.dtype)
+def text_from_main(text: str) -> str:
+    """The first process's text, on every process."""
+    data = text.encode()
+    size = from_main(len(data))
+    return bytes(_gathered(np.frombuffer(data[:size].ljust(size), np.uint8))[0]).decode()
 
 
 def wait_for_all(name: str) -> None:
     """Return once every process has come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def wait_for_main(name: str) -> None:
+    """`wait_for_all` for what the first process does alone, for hours if need be: no device waits, as collectives have limits."""
+    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_A_WEEK_MS)
+
+
+def check_shared(folder: Path, field: str) -> None:
+    """Raises `ConfigError` unless all processes see the folder of the first one, which exists."""
+    if jax.process_count() == 1:
+        return
+    mark = folder / f".seen-by-all-{from_main(secrets.randbits(31))}"
+    if is_main():
+        mark.touch()
+    wait_for_all("marked")
+    seen = everyone(mark.exists())
+    if is_main():
+        mark.unlink()
+    if not seen:
+        raise ConfigError(f"{field} {folder.absolute()} is not one folder for all processes: give one that all hosts share")
 
 
 def _gathered(value: np.ndarray) -> np.ndarray:

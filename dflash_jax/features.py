@@ -46,12 +46,6 @@ class Features:
         return None
 
 
-def check_features(config: Config) -> None:
-    """Raises `ConfigError` for a choice that cannot work, before anything is loaded."""
-    if config.train.features == "memory" and jax.process_count() > 1:
-        raise ConfigError("train.features memory works in one process only: use online, or cache")
-
-
 def open_features(config: Config, mesh: Mesh, target: DenseTarget, taps: tuple[int, ...], dataset: ConversationDataset) -> Features:
     """As `train.features` says. Raises `ConfigError` when memory is too small, `DataError` without a cache of this run."""
     if config.train.features == "memory":

@@ -1,7 +1,7 @@
 """The drafter that a run starts with: at random, from its target, or loaded."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -9,15 +9,15 @@ import jax
 from dflash_jax.config import Config, DrafterSource, read_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter, check_drafter_fits
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.hf import load_drafter
-from dflash_jax.hf_drafter import config_from_json
+from dflash_jax.hf_drafter import config_from_json, layout_of
 from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
 from dflash_jax.sharding import mesh_of
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch
-from dflash_jax.warm_start import drafter_from_target
+from dflash_jax.warm_start import check_warm_start, drafter_from_target
 
 _SAMPLE_ROWS = 8
 
@@ -55,40 +55,43 @@ def drafter_config(config: Config, target: TargetConfig) -> DFlashConfig:
     return made
 
 
-def draft_tokens(config: Config, target: TargetConfig, frequent: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
-    """What a part of the vocabulary changes in a drafter's config. `frequent` names so many tokens. Raises `ConfigError`."""
+def first_config(config: Config, target: TargetConfig) -> DFlashConfig | None:
+    """The config of the drafter before the first step, as far as neither text nor weights decide it: with
+    `drafter.draft_vocab_size` it has so many tokens, but not yet the right ones.
+
+    None for a drafter to be loaded whose tensors say what its config.json leaves out. Raises `ConfigError` when it cannot be what
+    the run asks for.
+    """
     size = config.drafter.draft_vocab_size
     if not 0 <= size <= target.vocab_size:
         raise ConfigError(f"drafter.draft_vocab_size is {size}: give 0 (all) to {target.vocab_size}, the vocabulary")
-    return {"draft_token_ids": frequent(size)} if size else {}
-
-
-def path_to_load(config: Config) -> str | None:
-    """Where the drafter is that the run starts from; None: it is made. Raises `ConfigError`."""
-    if config.train.init == "loaded" and config.drafter.path is None:
-        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
-    return config.drafter.path if config.train.init == "loaded" else None
+    few: dict[str, Any] = {"draft_token_ids": tuple(range(size))} if size else {}
+    if config.train.init == "loaded":
+        return _described(config.drafter, target, few)
+    wanted = dataclasses.replace(drafter_config(config, target), **few)
+    if config.train.init == "target":
+        check_warm_start(wanted, target)
+    return wanted
 
 
 def described_drafter(config: Config, target: TargetConfig) -> DFlashConfig:
-    """The drafter that training would start with; which tokens a part of the vocabulary has, only the text says."""
-    few = draft_tokens(config, target, lambda size: tuple(range(size)))
-    path = path_to_load(config)
-    if path is None:
-        return dataclasses.replace(drafter_config(config, target), **few)
-    where = str(model_folder(path, ("config.json",)) / "config.json")
-    loaded = config_from_json(read_json(where), where, target)
-    check_drafter_fits(loaded, target)
-    return continued(config.drafter, loaded, few)
+    """`first_config`, where no tensor may be needed. Raises `ConfigError`."""
+    described = first_config(config, target)
+    if described is None:
+        raise ConfigError(
+            f"{config.drafter.path}: its config.json leaves out what its tensors say: write it in z-lab's layout first "
+            "(`python -m dflash_jax export --to zlab`)"
+        )
+    return described
 
 
 def first_drafter(config: Config, target: DenseTarget, dataset: ConversationDataset) -> Drafter:
     """The drafter before the first step, as `train.init` says. Raises `ConfigError` when it cannot be what the run asks for."""
-    few = draft_tokens(config, target.config, dataset.frequent_tokens)
-    path = path_to_load(config)
-    if path is not None:
-        loaded = load_drafter(path, target, dtype="float32")
-        return Drafter(continued(config.drafter, loaded.config, few), loaded.params)
+    size = config.drafter.draft_vocab_size
+    few: dict[str, Any] = {"draft_token_ids": dataset.frequent_tokens(size)} if size else {}
+    if config.train.init == "loaded":
+        loaded = load_drafter(_path(config.drafter), target, dtype="float32")
+        return Drafter(_as_asked(config.drafter, loaded.config, few), loaded.params)
     wanted = dataclasses.replace(drafter_config(config, target.config), **few)
     key = jax.random.key(config.train.seed)
     if config.train.init == "random":
@@ -96,9 +99,31 @@ def first_drafter(config: Config, target: DenseTarget, dataset: ConversationData
     return drafter_from_target(key, wanted, target, sample_batch(dataset))
 
 
-def continued(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any]) -> DFlashConfig:
-    """The config of a loaded drafter that a run trains on. What training decides may change (its draft tokens only when asked for);
-    a size or a part that the run asks for, not by default, and that the drafter does not have is refused (`ConfigError`)."""
+def _path(asked: DrafterSource) -> str:
+    if asked.path is None:
+        raise ConfigError("train.init loaded needs drafter.path: name the drafter to start from")
+    return asked.path
+
+
+def _described(asked: DrafterSource, target: TargetConfig, few: dict[str, Any]) -> DFlashConfig | None:
+    """What config.json says of a drafter to be loaded, changed as asked; None where its tensors say more."""
+    where = str(model_folder(_path(asked), ("config.json",)) / "config.json")
+    values = read_json(where)
+    try:
+        if layout_of(values, where) != "zlab":
+            return None
+        loaded = config_from_json(values, where, target)
+        check_drafter_fits(loaded, target)
+    except CheckpointError:  # without the tensors; loading says what is wrong, if anything is
+        return None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return _as_asked(asked, loaded, few, {"own_embedding", "own_head"})
+
+
+def _as_asked(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any], unknown: Set[str] = frozenset()) -> DFlashConfig:
+    """A loaded drafter as the run wants it. What training decides may change (its draft tokens only when asked for); a size or a
+    part that the run asks for, not by default, and that the drafter does not have is refused, but for what is still `unknown`."""
     changes = changes | {"dtype": asked.dtype, "dropout": asked.dropout}
     if asked.loss_decay_gamma is not None:
         changes["loss_decay_gamma"] = asked.loss_decay_gamma
@@ -106,7 +131,7 @@ def continued(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any
     overruled |= {"num_target_sampled_layers"} if asked.target_layer_ids else set()
     for field in dataclasses.fields(asked):
         value = getattr(asked, field.name)
-        if field.name in {"path", "draft_vocab_size", *changes, *overruled} or value in (field.default, []):
+        if field.name in {"path", "draft_vocab_size", *changes, *overruled, *unknown} or value in (field.default, []):
             continue
         has = getattr(loaded, field.name)
         if (tuple(value) if isinstance(value, list) else value) != has:
@@ -118,5 +143,5 @@ def continued(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any
 
 def sample_batch(dataset: ConversationDataset) -> Batch:
     """A few rows of the data, the same for every process: what a start measures its scales on."""
-    raw: dict[str, Any] = dataset.sample()
-    return Batch(*(raw[name][:_SAMPLE_ROWS] for name in ("tokens_BT", "loss_mask_BT", "length_B")))
+    raw: dict[str, Any] = dataset.sample(_SAMPLE_ROWS)
+    return Batch(*(raw[name] for name in ("tokens_BT", "loss_mask_BT", "length_B")))

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from dflash_jax.config import read_json
 from dflash_jax.drafter import Drafter, abstract_drafter, check_drafter_fits
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.gguf import embedded_model_path, read_gguf
+from dflash_jax.gguf import GGUFFile, embedded_model_path, read_gguf
 from dflash_jax.hf_config import FAMILIES, target_config
 from dflash_jax.hf_drafter import ARCHITECTURES, config_from_json, config_to_json, refuse_relatives
 from dflash_jax.hf_parts import drafter_parts, drafter_tensors, own_tensors
@@ -48,6 +48,7 @@ from dflash_jax.targets.dense import DenseTarget, abstract_decoder
 from dflash_jax.tokenizer import Tokenizer
 
 EMBEDDED_NAME = "smollm2-135m"
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Weights of an earlier drafter in several files: other loaders would prefer them to the new ones.
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json")
 
@@ -64,14 +65,10 @@ def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = N
         ConfigError: a config file is missing or broken, or the dtype is unknown.
     """
     operand_dtype, place = check_dtype(dtype), _placement(mesh)
-    if str(path) == EMBEDDED_NAME or str(path).endswith(".gguf"):
-        return _load_gguf(embedded_model_path() if str(path) == EMBEDDED_NAME else Path(path), operand_dtype, place)
+    if file := _gguf_file(path):
+        return _load_gguf(file, operand_dtype, place)
     folder = model_folder(path)
-    config = target_config(folder, operand_dtype)
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer is not None:
-        config = _with_tokenizer_ids(config, tokenizer)
-    _check_special_ids(config, str(folder))
+    config, tokenizer = _described(folder, operand_dtype)
     abstract = nnx.state(abstract_decoder(config), nnx.Param)
 
     tensors = safetensors_tensors(folder)
@@ -90,7 +87,21 @@ def load_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = N
 
 def load_text_target(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> DenseTarget:
     """`load_target` for those who need text: raises `ConfigError` when there is no tokenizer."""
-    target = load_target(path, dtype, mesh)
+    return _of_text(load_target(path, dtype, mesh), path)
+
+
+def describe_text_target(path: str | Path, dtype: str = "bfloat16") -> DenseTarget:
+    """What `load_text_target` gives, with `params` None: no weight is read, nor fetched from the hub."""
+    operand_dtype = check_dtype(dtype)
+    file = _gguf_file(path)
+    if file is not None:
+        config, tokenizer = _described_gguf(read_gguf(file), operand_dtype)
+    else:
+        config, tokenizer = _described(model_folder(path, _SMALL_FILES), operand_dtype)
+    return _of_text(DenseTarget(config, None, tokenizer), path)
+
+
+def _of_text(target: DenseTarget, path: str | Path) -> DenseTarget:
     if target.tokenizer is None:
         raise ConfigError(f"target.path {path} has no tokenizer: text needs one, so add tokenizer.json to the folder")
     return target
@@ -165,12 +176,30 @@ def write_drafter(
         raise CheckpointError(f"{folder} could not be written ({error}): free some space there, or give another folder") from None
 
 
+def _described(folder: Path, dtype: Dtype) -> tuple[TargetConfig, Tokenizer | None]:
+    config, tokenizer = target_config(folder, dtype), Tokenizer.from_folder(folder)
+    if tokenizer is not None:
+        config = _with_tokenizer_ids(config, tokenizer)
+    _check_special_ids(config, str(folder))
+    return config, tokenizer
+
+
+def _described_gguf(file: GGUFFile, dtype: Dtype) -> tuple[TargetConfig, Tokenizer | None]:
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+    config = _with_tokenizer_ids(dataclasses.replace(file.target_config, dtype=dtype), tokenizer)
+    _check_special_ids(config, str(file.path))
+    return config, tokenizer
+
+
+def _gguf_file(path: str | Path) -> Path | None:
+    if str(path) == EMBEDDED_NAME:
+        return embedded_model_path()
+    return Path(path) if str(path).endswith(".gguf") else None
+
+
 def _load_gguf(path: Path, dtype: Dtype, place: Place) -> DenseTarget:
     file = read_gguf(path)
-    config = dataclasses.replace(file.target_config, dtype=dtype)
-    tokenizer = Tokenizer.from_gguf(file.metadata)
-    config = _with_tokenizer_ids(config, tokenizer)
-    _check_special_ids(config, str(path))
+    config, tokenizer = _described_gguf(file, dtype)
     abstract = nnx.state(abstract_decoder(config), nnx.Param)
     tensors = (Tensor(name, array.shape, partial(_part_of, array)) for name, array in file.tensors())
     return DenseTarget(config, fill_state(abstract, tensors, str(path), dtype, place, _decoder_name), tokenizer)

@@ -1,15 +1,16 @@
 """One process at a time on a file or folder that is written in steps."""
 
+import contextlib
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_jax.errors import ConfigError
 
 
-@contextmanager
+@contextlib.contextmanager
 def only_process(path: Path) -> Iterator[None]:
     """Hold a file or folder while the block runs; the system lets go of it when the process dies, however it dies.
 
@@ -29,3 +30,15 @@ def only_process(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def keep_for_reading(path: Path, reader: object) -> None:
+    """Hold a file or folder, as other readers may too, so that `only_process` refuses it while the object `reader` lives."""
+    if importlib.util.find_spec("fcntl") is None:
+        return
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)
+    weakref.finalize(reader, os.close, descriptor)
+    with contextlib.suppress(OSError):  # a file system without locks, where `only_process` fails too
+        fcntl.flock(descriptor, fcntl.LOCK_SH)

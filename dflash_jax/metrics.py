@@ -1,5 +1,6 @@
 """Where metrics go: metrics.jsonl always, TensorBoard on request."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from dflash_jax.errors import ConfigError, named
+
+
+def check_board() -> None:
+    """Raises `ConfigError` when TensorBoard events cannot be written here."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError("train.tensorboard needs tensorboardX: pip install 'dflash_jax[tensorboard]'")
 
 
 class MetricsWriter:
@@ -18,10 +25,9 @@ class MetricsWriter:
     def __init__(self, folder: Path, tensorboard: bool, step: int = 0) -> None:
         self.board: Any = None
         if tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError:
-                raise ConfigError("train.tensorboard needs tensorboardX: pip install 'dflash_jax[tensorboard]'") from None
+            check_board()
+            from tensorboardX import SummaryWriter
+
             self.board = SummaryWriter(str(folder / "tensorboard"))
         path = folder / "metrics.jsonl"
         if path.exists():
@@ -34,12 +40,14 @@ class MetricsWriter:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write what was measured at a step; lists become one TensorBoard curve an entry."""
+        """Write what was measured at a step; for TensorBoard lists become one curve an entry, and texts are left out."""
         with named(Path(self.file.name)):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
         if self.board is not None:
             for name, value in values.items():
+                if isinstance(value, str):
+                    continue
                 for index, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
                     self.board.add_scalar(name if index is None else f"{name}/{index + 1}", number, step)
 

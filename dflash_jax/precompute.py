@@ -179,15 +179,14 @@ def _write(
     ):
         for steps in consecutive(missing, max(1, SHARD_BYTES // batch_bytes)):
             with ShardWriter(folder, layout, steps[0], jax.process_index(), jax.process_count()) as shard:
-                for step in steps:
-                    raw, kept = next(results)
+                for step, (raw, kept) in zip(steps, results, strict=False):  # steps first: it ends without taking a result
                     codes_BTM, scales_BTN = here(kept[0]), None if kept[1] is None else here(kept[1])
                     for row, start, length, name in documents(raw):
                         if mine[row]:
                             slots = slice(start, start + length)
                             shard.write(name, codes_BTM[row, slots], None if scales_BTN is None else scales_BTN[row, slots])
                     bar.update()
-                    if asked := stop.asked(step + 1):
+                    if asked := stop.asked():
                         break
                 shard.seal(step + 1)
             if asked and step != missing[-1]:

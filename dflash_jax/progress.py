@@ -11,6 +11,7 @@ import jax
 from dflash_jax.config import Config
 from dflash_jax.errors import ConfigError
 from dflash_jax.model_config import DFlashConfig, TargetConfig
+from dflash_jax.program import product_flops
 
 
 class DeviceKind(NamedTuple):
@@ -38,6 +39,10 @@ DEVICES = {
 """by JAX's `device_kind`; TPUs as Google Cloud's pages on v4, v5e, v5p and v6e (Trillium) give them"""
 
 
+USUAL_SHARE = 0.4
+"""of the peak, assumed until steps have been timed"""
+
+
 def step_flops(target: TargetConfig, drafter: DFlashConfig, config: Config, width: int) -> float:
     """Floating-point operations of one optimizer step over rows of `width` slots: those of its matrix products, two for each
     multiplication with its addition.
@@ -60,6 +65,12 @@ def step_flops(target: TargetConfig, drafter: DFlashConfig, config: Config, widt
     head = 2 * (slots - rows * anchors) * wide * vocabulary
     taps += 2 * (slots - rows * anchors) * target.hidden_size * target.vocab_size if by_law else 0.0
     return float(taps + 2 * fuser + 3 * drafter.num_draft_layers * (context + blocks) + (3 if drafter.own_head else 2) * head)
+
+
+def mean_share(target: TargetConfig, drafter: DFlashConfig, config: Config, widths: list[int]) -> float:
+    """What a step over rows of these widths costs in the mean, as a share of one over the widest."""
+    flops = {width: step_flops(target, drafter, config, width) for width in set(widths)}
+    return sum(flops[width] for width in widths) / len(widths) / flops[max(widths)]
 
 
 def _layer(tokens: int, width: int, heads: int, kv_heads: int, head_dim: int, mlp: int) -> float:
@@ -88,13 +99,43 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def memory_estimate(target_params: Any, state: Any) -> str:
-    """What a device holds from the first step to the last."""
+class StepCost(NamedTuple):
+    """What the compiler says of a train step."""
+
+    flops: int
+    """in matrix products, on all devices together, recomputed ones too"""
+    bytes: int
+    """of a device, beside the target and the state: gradients, activations, results and code"""
+
+
+def step_cost(train_step: Any, state: Any, target_params: Any, batch: Any, taps: Any) -> StepCost:
+    """Compile the step for such rows, which its first call then need not do again. Nothing is run."""
+    traced = train_step.trace(state, target_params, batch, taps)
+    m = traced.lower().compile().memory_analysis()
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return StepCost(product_flops(traced.jaxpr.jaxpr), m.temp_size_in_bytes + results + m.generated_code_size_in_bytes)
+
+
+def memory_estimate(target_params: Any, state: Any, cost: StepCost) -> str:
+    """What a device needs."""
     target, trained = device_bytes(target_params), device_bytes(state)
-    gradients = device_bytes(state.params)
+    room = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return (
-        f"memory a device: target {_gib(target)}, drafter and optimizer {_gib(trained)}, gradients {_gib(gradients)}: "
-        f"{_gib(target + trained + gradients)} GiB, and activations (train.anchor_chunk, train.logit_chunk, optim.accumulation)"
+        f"memory a device: target {_gib(target)}, drafter and optimizer {_gib(trained)}, gradients and activations "
+        f"{_gib(cost.bytes)} (train.anchor_chunk, train.logit_chunk, optim.accumulation): "
+        f"{_gib(target + trained + cost.bytes)}{f' of {_gib(room)}' if room else ''} GiB"
+    )
+
+
+def first_time_estimate(flops: float, steps: int, peak: float | None) -> str:
+    """How long `steps` steps of so many operations may take, before the first of them has told."""
+    work = f"estimate: {flops / 1e12:.3g} TFLOP a step in matrix products"
+    if peak is None:
+        return f"{work}; how long, the first steps will tell"
+    seconds = flops / (USUAL_SHARE * peak)
+    return (
+        f"{work}, {seconds:.3g} s at {USUAL_SHARE:.0%} of the peak, {duration(seconds * steps)} for {steps} steps; the first steps "
+        "will tell better"
     )
 
 
@@ -133,11 +174,13 @@ def duration(seconds: float) -> str:
 
 
 def eval_table(metrics: Path) -> str:
-    """The held-out acceptance lengths of metrics.jsonl, a line an evaluation, the best one marked; "" when there are none."""
+    """The acceptance lengths of metrics.jsonl on the newest held-out prompts, a line an evaluation, the best one marked; "" when
+    there are none."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if "eval_acceptance_length" in row]
     if not rows:
         return ""
+    rows = [row for row in rows if row.get("eval_prompts") == rows[-1].get("eval_prompts")]
     best = max(rows, key=lambda row: (row["eval_acceptance_length"], row["step"]))["step"]
     lines = ["acceptance length on held-out prompts", f"{'step':>8} {'pooled':>8} {'macro':>8}"]
     for row in rows:

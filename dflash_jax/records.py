@@ -5,10 +5,12 @@ shards of records, `index.npy` (id and length of each) and `supervised.npy` (how
 the id (place of the line among all lines read), the number of tokens T, T token ids; then the loss mask as ceil(T / 8) bytes.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import time
+import re
+import shutil
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +23,15 @@ from tqdm import tqdm
 
 from dflash_jax.config import DataConfig
 from dflash_jax.conversations import NO_ANSWER, check_messages, expand_files, read_jsonl, tokenize_conversation
-from dflash_jax.errors import DataError, DFlashError
-from dflash_jax.lock import only_process
+from dflash_jax.distributed import check_shared, is_main, text_from_main, wait_for_main
+from dflash_jax.errors import ConfigError, DataError, DFlashError
+from dflash_jax.lock import keep_for_reading, only_process
 from dflash_jax.tokenizer import Tokenizer
 
 FORMAT = 1
 """raise it when other records would be made from the same files"""
 MANIFEST = "manifest.json"
 SHARD_BYTES = 1 << 28
-WAIT_SECONDS = 600
 TOO_SHORT = "no two supervised tokens in a row"
 CUT_AWAY = "answer lies past max_length"
 
@@ -55,7 +57,7 @@ class Record(NamedTuple):
 
 
 class Records:
-    """The records of a folder. Only ids and lengths are in memory.
+    """The records of a folder, which is kept from being cleaned meanwhile. Only ids and lengths are in memory.
 
     Raises `DataError` when the folder is not what its manifest says.
     """
@@ -63,6 +65,7 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
+            keep_for_reading(folder, self)
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             self.report: dict[str, int] = manifest["report"]
             self.digest: str = manifest["digest"]
@@ -96,37 +99,69 @@ class Records:
         return DataError(f"the records in {self.folder} are damaged ({what}): delete that folder, it is made again")
 
 
-def open_records(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, process_index: int = 0) -> Records:
-    """The records of `config.train`, written first where they are not there yet: by process 0, while the others wait.
-
-    They are made again when a file (its path, size or date), the tokenizer, its template or `max_length` changes. A folder appears
-    whole or not at all; what a killed process has left is begun again. Raises `DataError` (file and line where there is one).
-    """
-    files = expand_files(config.train, "data.train")
-    source = _description(files, tokenizer, vocab_size, config.max_length)
-    key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(config.records) / key
-    partial = folder.with_name(f"{key}.partial")
-    if process_index:
-        _wait(folder, partial)
-    elif not folder.exists():
-        partial.mkdir(parents=True, exist_ok=True)
-        with only_process(partial):
-            if not folder.exists():
-                _write(partial, files, tokenizer, source)
-                partial.rename(folder)
-    return Records(folder)
-
-
-def _description(files: Sequence[str], tokenizer: Tokenizer, vocab_size: int, max_length: int) -> dict[str, Any]:
-    """All that decides the records."""
-    inputs = []
-    for name in files:
+def training_files(config: DataConfig) -> dict[str, os.stat_result]:
+    """The files of `data.train`, and what the system says of them. Raises `ConfigError` or `DataError` when one is missing."""
+    if not config.train:
+        raise ConfigError("data.train names no file: write one with `python -m dflash_jax regenerate` and give its path")
+    found = {}
+    for name in expand_files(config.train, "data.train"):
         try:
-            found = os.stat(name)
+            found[name] = os.stat(name)
         except OSError as error:
             raise DataError(f"{name} cannot be read ({error.strerror}): give the path of a JSONL file") from None
-        inputs.append({"file": str(Path(name).resolve()), "bytes": found.st_size, "modified_ns": found.st_mtime_ns})
+    return found
+
+
+def open_records(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> Records:
+    """The records of `config.train`, written first where they are not there yet.
+
+    The first process decides which they are, and writes them while the others wait: these need not even have the text. They are
+    made again when a file (its path, size or date), the tokenizer, its template or `max_length` changes, and those of the files as
+    they were go then, unless a run still reads them. A folder appears whole or not at all; what a killed process has left is begun
+    again. Raises `DataError` (file and line where there is one), and `ConfigError` where processes do not share `config.records`.
+    """
+    root, key = Path(config.records), ""
+    if is_main():
+        files = training_files(config)
+        source = _description(files, tokenizer, vocab_size, config.max_length)
+        key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+        partial = root / f"{key}.partial"
+        if not (root / key).exists():
+            partial.mkdir(parents=True, exist_ok=True)
+            with only_process(partial):
+                if not (root / key).exists():
+                    _write(partial, list(files), tokenizer, source)
+                    partial.rename(root / key)
+            _clean(root, root / key, source)
+    wait_for_main("records")
+    check_shared(root, "data.records")
+    return Records(root / text_from_main(key))
+
+
+def _clean(root: Path, new: Path, source: Mapping[str, Any]) -> None:
+    """Remove what killed runs have left, and records of the files of `new` as they were, where nobody writes or reads them."""
+    names = [entry["file"] for entry in source["files"]]
+    for folder in root.iterdir():
+        if folder == new or not re.fullmatch(r"[0-9a-f]{16}(\.partial)?", folder.name):
+            continue
+        if folder.suffix != ".partial":
+            try:
+                made_from = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["made_from"]
+                same_files = [entry["file"] for entry in made_from["files"]] == names and made_from["files"] != source["files"]
+            except (OSError, KeyError, TypeError, ValueError):
+                continue  # damaged: who opens it is told
+            if not same_files:
+                continue
+        with contextlib.suppress(ConfigError, OSError), only_process(folder):  # it is in use, or somebody else's
+            shutil.rmtree(folder)
+
+
+def _description(files: Mapping[str, os.stat_result], tokenizer: Tokenizer, vocab_size: int, max_length: int) -> dict[str, Any]:
+    """All that decides the records."""
+    inputs = [
+        {"file": str(Path(name).resolve()), "bytes": found.st_size, "modified_ns": found.st_mtime_ns}
+        for name, found in files.items()
+    ]
     return {
         "format": FORMAT,
         "files": inputs,
@@ -235,21 +270,3 @@ def _tokenized(
     report["tokens"] += len(tokens)
     report["supervised_tokens"] += int(mask.sum())
     return Record(report["read"], tokens, mask)
-
-
-def _wait(folder: Path, partial: Path) -> None:
-    """Wait for process 0, as long as what it has written grows."""
-    seen, since = -1, time.monotonic()
-    while not folder.exists():
-        try:
-            size = sum(path.stat().st_size for path in partial.glob("*.arrayrecord"))
-        except FileNotFoundError:  # it was renamed just now
-            continue
-        if size != seen:
-            seen, since = size, time.monotonic()
-        if time.monotonic() - since > WAIT_SECONDS:
-            raise DataError(
-                f"process 0 has written nothing to {folder} for {WAIT_SECONDS} s: see its error, and give data.records a folder "
-                "that all processes share"
-            )
-        time.sleep(0.2)

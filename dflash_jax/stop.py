@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that is asked between steps."""
+"""Ctrl-C and SIGTERM as a question that is asked between steps, and within evaluations."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ class StopRequests:
     """Whether to save and stop: a context manager.
 
     A signal only sets a flag, because within a step the old state is already donated and the new one not yet ours. Several
-    processes stop at the same step whichever of them was told (a pod's host that is taken away gets SIGTERM): JAX's preemption
+    processes stop at the same place whichever of them was told (a pod's host that is taken away gets SIGTERM): JAX's preemption
     service hears SIGTERM and makes them agree, and Ctrl-C becomes a SIGTERM to ourselves.
     A second Ctrl-C ends the process at once. Where Ctrl-C is ignored, or in another thread than the main one, nothing changes.
     """
 
     def __enter__(self) -> "StopRequests":
-        self.pressed, self.terminated = False, False
+        self.pressed, self.terminated, self.questions = False, False, 0
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._hear(signal.SIGINT, self._press)
@@ -30,12 +30,14 @@ class StopRequests:
                 self._hear(signal.SIGTERM, self._terminate)
         return self
 
-    def asked(self, step: int) -> bool:
-        """Whether to stop after this step. Every process asks once a step."""
-        if jax.process_count() > 1:
-            self.terminated = bool(multihost_utils.reached_preemption_sync_point(step))
-            return self.terminated
-        return self.pressed or self.terminated
+    def asked(self) -> bool:
+        """Whether to stop now. All processes ask at the same places: after each step, and between parts of an evaluation."""
+        if jax.process_count() == 1:
+            return self.pressed or self.terminated
+        # the service agrees on the number of a question, the next that no process has asked yet, and says yes to that one only
+        self.questions += 1
+        self.terminated = bool(multihost_utils.reached_preemption_sync_point(self.questions)) or self.terminated
+        return self.terminated
 
     @property
     def status(self) -> int:

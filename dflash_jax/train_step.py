@@ -17,7 +17,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.loss import LossSums, draft_vocabulary, head_loss, sample_vocabulary
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.objectives import Objective
-from dflash_jax.sharding import Collect, batch_shards, collector, place_rows, placed_shapes, shardings
+from dflash_jax.sharding import BATCH, Collect, batch_shards, collector, place_rows, placed_shapes, shardings
 from dflash_jax.targets import PackableTarget, Target, TrainableTarget
 
 
@@ -318,6 +318,18 @@ def abstract_state(config: DFlashConfig, tx: optax.GradientTransformation, mesh:
     params = nnx.state(abstract_drafter(config), nnx.Param)
     state: TrainState = jax.eval_shape(lambda params: init_state(Drafter(config, params), tx, mesh, ema), params)
     return placed_shapes(state, mesh)  # type: ignore[no-any-return]
+
+
+def abstract_batch(config: Config, width: int, features: int, mesh: Mesh) -> tuple[Batch, Any]:
+    """Shapes of a step's rows of `width` slots, and of given target features, so many numbers a token (0: None), where they lie."""
+    rows, by_row = config.data.batch_size, NamedSharding(mesh, BATCH)
+
+    def shape(dtype: Any, *sizes: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, *sizes), dtype, sharding=by_row)
+
+    documents = shape(jnp.int32, width) if config.data.packing else None
+    batch = Batch(shape(jnp.int32, width), shape(jnp.bool_, width), shape(jnp.int32), documents)
+    return batch, shape(jnp.bfloat16, width, features) if features else None
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:

@@ -44,7 +44,7 @@ def drafter_from_target(key: Array, config: DFlashConfig, target: DenseTarget, s
     get the typical size of the layer's, measured on sample rows. Raises `ConfigError` when the
     shapes of the two differ.
     """
-    _check(config, target)
+    check_warm_start(config, target.config)
     mesh = mesh_of(target.params)
     places = None if mesh is None else shardings(nnx.state(abstract_drafter(config), nnx.Param), mesh)
     # one program, so that each device only makes its part of every parameter
@@ -101,14 +101,14 @@ def _mean(x_BTX: Float[Array, "B T X"], of_BT: Bool[Array, "B T"]) -> Float[Arra
     return jnp.where(of_BT[..., None], x_BTX, 0.0).sum((0, 1)) / of_BT.sum().astype(jnp.float32)
 
 
-def _check(config: DFlashConfig, target: DenseTarget) -> None:
-    t = target.config
+def check_warm_start(config: DFlashConfig, target: TargetConfig) -> None:
+    """Raises `ConfigError` for a drafter whose layers cannot be copies of the target's."""
     pairs: dict[str, tuple[Any, Any]] = {
-        "draft_hidden_dim": (config.draft_hidden_dim, t.hidden_size),
-        "num_heads": (config.num_heads, t.num_heads),
-        "num_kv_heads": (config.num_kv_heads, t.num_kv_heads),
-        "head_dim": (config.head_dim, t.head_dim),
-        "mlp_dim": (config.mlp_dim, t.mlp_dim),
+        "draft_hidden_dim": (config.draft_hidden_dim, target.hidden_size),
+        "num_heads": (config.num_heads, target.num_heads),
+        "num_kv_heads": (config.num_kv_heads, target.num_kv_heads),
+        "head_dim": (config.head_dim, target.head_dim),
+        "mlp_dim": (config.mlp_dim, target.mlp_dim),
     }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
@@ -117,13 +117,15 @@ def _check(config: DFlashConfig, target: DenseTarget) -> None:
             )
     plain = {field.name: field.default for field in dataclasses.fields(TargetConfig)}
     for name in ("activation", "norm_offset", "sandwich_norms", "attention_scale", "attention_softcap", "residual_scale"):
-        if getattr(t, name) != plain[name]:
+        if getattr(target, name) != plain[name]:
             raise ConfigError(
-                f"train.init target copies layers of the Llama kind, but those of {t.model_type} have {name} {getattr(t, name)}: "
-                "use train.init random"
+                f"train.init target copies layers of the Llama kind, but those of {target.model_type} have {name} "
+                f"{getattr(target, name)}: use train.init random"
             )
-    if config.num_draft_layers >= t.num_layers:
-        raise ConfigError(f"train.init target takes {config.num_draft_layers} layers but the target has {t.num_layers}: use fewer")
+    if config.num_draft_layers >= target.num_layers:
+        raise ConfigError(
+            f"train.init target takes {config.num_draft_layers} layers but the target has {target.num_layers}: use fewer"
+        )
 
 
 def _f32(variable: Any) -> Array:

@@ -1,13 +1,15 @@
-"""train.py as one of several processes on this machine, which also says how much of the target's files it has read.
-
-`launch` starts them; as a script it is one of them.
+"""Processes of one run on this machine: train.py, which also says how much of the target's files it has read, or what hosts agree
+on without training. `launch` starts them; as a script it is one of them.
 """
 
+import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,17 +66,20 @@ def free_port():
         return s.getsockname()[1]
 
 
-def launch(folder, config, processes, *options, devices=2):
-    """`config` (JSON) as so many processes with so many devices each; their output goes to files, because pipes could fill."""
+def launch(folder, config, processes, *options, devices=2, what=(), pause=0.0):
+    """`config` (JSON) as so many processes with so many devices each; their output goes to files, because pipes could fill.
+
+    `pause`: seconds that they sleep before a step, which cost a test less than more steps.
+    """
     (folder / "config.yaml").write_text(config)
     environment = dict(
         os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
         JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"), JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", PYTHONPATH=str(ROOT),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", PYTHONPATH=str(ROOT), STEP_PAUSE=str(pause),
     )  # fmt: skip
     port, started = free_port(), []
     for index in range(processes):
-        argv = [sys.executable, __file__, "--config", str(folder / "config.yaml"), *options]
+        argv = [sys.executable, __file__, *what, "--config", str(folder / "config.yaml"), *options]
         if processes > 1:
             argv += [f"--distributed.coordinator=localhost:{port}", f"--distributed.num_processes={processes}"]
             argv += [f"--distributed.process_index={index}"]
@@ -101,14 +106,18 @@ def scattered_rows():
     return rows.tolist()
 
 
-def main():
+def train_and_tell():
+    """train.py, and a line of JSON at its end."""
     import pytest
 
     from dflash_jax.cli import run
+    from dflash_jax.stop import StopRequests
     from train import main as train
 
+    asked, pause = StopRequests.asked, float(os.environ["STEP_PAUSE"])
     with pytest.MonkeyPatch.context() as patch:
         reads = count_reads(patch)
+        patch.setattr(StopRequests, "asked", lambda self: (time.sleep(pause), asked(self))[1])
 
         def counted(argv):
             status = train(argv)
@@ -118,5 +127,49 @@ def main():
         run(counted)
 
 
+def agree(argv):
+    """What two hosts agree on, each with a text (`train`) and folders of its own; a line of JSON. Then the first fails while
+    the second waits for it."""
+    from tiny_text import tiny_tokenizer
+
+    from dflash_jax.cli import parse_config
+    from dflash_jax.distributed import from_main, initialize, is_main, text_from_main, wait_for_main
+    from dflash_jax.errors import ConfigError
+    from dflash_jax.records import open_records
+    from dflash_jax.stop import StopRequests
+
+    config = parse_config(argv)
+    initialize(config.distributed)
+    own, tokenizer = Path(config.train.run_dir) / str(config.distributed.process_index), tiny_tokenizer()
+
+    def records(folder):
+        data = dataclasses.replace(config.data, train=[str(own / "text.jsonl")], records=str(folder))
+        return open_records(data, tokenizer, tokenizer.vocab_size)
+
+    told = {"text": text_from_main("\u00e9" if is_main() else "something longer")}
+    (own / "unshared").mkdir(parents=True, exist_ok=True)
+    found = records(own.parent / "records")
+    told |= {"records": found.folder.name, "rows": [record.id for record in found.read(range(len(found)))]}
+    try:
+        records(own / "unshared")
+    except ConfigError as error:
+        told["refused"] = str(error)
+    with StopRequests() as stop:
+        questions = 0
+        while not stop.asked():
+            questions += from_main(1)  # a step
+            if questions == 20 and not is_main():
+                os.kill(os.getpid(), signal.SIGTERM)
+        told |= {"stopped": questions, "again": stop.asked(), "status": stop.status}
+    print(json.dumps(told), flush=True)
+    if is_main():
+        raise ConfigError("a planted error")
+    wait_for_main("the other, which is gone")
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "agree":
+        from dflash_jax.cli import run
+
+        run(agree, sys.argv[2:])
+    train_and_tell()

@@ -1,10 +1,12 @@
 """Checkpoints: all of the state, all or nothing, only for the run that wrote them."""
 
+import concurrent.futures
 import functools
 import gc
 import json
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from tiny_run import files_of_at_most, leaves, mesh
 
+from dflash_jax import checkpoint
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import OptimConfig
 from dflash_jax.drafter import Drafter
@@ -62,10 +65,16 @@ def checkpoints(tmp_path):
     made.close()
 
 
+def save(checkpoints, *what):
+    """Save, and wait for the seal."""
+    checkpoints.save(*what)
+    checkpoints.wait()
+
+
 def test_round_trip(checkpoints, tmp_path):
     """Parameters, moments, counters and data position, bit for bit, by another manager; the newest is taken."""
     for step in (2, 4):
-        checkpoints.save(filled(step, seed=step), {"next_index": step}, IDENTITY, CONFIG)
+        save(checkpoints, filled(step, seed=step), {"next_index": step}, IDENTITY, CONFIG)
     again = Checkpoints(tmp_path / "checkpoints", keep=2)
     state, data = again.restore(empty(), IDENTITY)
     again.close()
@@ -77,7 +86,7 @@ def test_round_trip(checkpoints, tmp_path):
 
 
 def test_restored_onto_another_mesh(checkpoints):
-    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2), DATA, IDENTITY, CONFIG)
     like = empty(mesh(2, 2, 2))
     state, _ = checkpoints.restore(like, IDENTITY)
     equal(state, filled(2))
@@ -88,14 +97,14 @@ def test_restored_onto_another_mesh(checkpoints):
 @pytest.mark.one_cell
 def test_only_the_newest_are_kept(checkpoints, tmp_path):
     for step in (1, 2, 3):
-        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
+        save(checkpoints, filled(step), DATA, IDENTITY, CONFIG)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
 @pytest.mark.one_cell
 def test_saving_a_step_twice_is_no_error(checkpoints):
-    checkpoints.save(filled(2, seed=1), DATA, IDENTITY, CONFIG)
-    checkpoints.save(filled(2, seed=2), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2, seed=1), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2, seed=2), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2, seed=1))
 
 
@@ -107,7 +116,7 @@ def test_nothing_to_restore(checkpoints):
 
 @pytest.mark.one_cell
 def test_another_config_is_refused_by_name(checkpoints):
-    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2), DATA, IDENTITY, CONFIG)
     with pytest.raises(CheckpointError, match=r"another config \(optim\.learning_rate: 0\.001 there, 0\.1 now\)"):
         checkpoints.restore(empty(), IDENTITY | {"optim.learning_rate": 0.1})
     with pytest.raises(CheckpointError, match=r"new: None there, 1 now; steps: 4 there, 5 now\): give the same values"):
@@ -126,16 +135,16 @@ def test_a_folder_that_is_a_file(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # those of Orbax's writing threads
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_keeps_what_was_there(checkpoints, tmp_path):
-    checkpoints.save(filled(2), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2), DATA, IDENTITY, CONFIG)
     with (
         files_of_at_most(16384),
         pytest.raises(CheckpointError, match=r"checkpoint of step 3 could not be written .*newest whole checkpoint is step 2"),
     ):
-        checkpoints.save(filled(3), DATA, IDENTITY, CONFIG)
+        save(checkpoints, filled(3), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(empty(), IDENTITY)[0], filled(2))
     again = Checkpoints(tmp_path / "checkpoints", keep=2)  # a new process, once there is room
     assert again.newest == 2
-    again.save(filled(3, seed=3), DATA, IDENTITY, CONFIG)
+    save(again, filled(3, seed=3), DATA, IDENTITY, CONFIG)
     equal(again.restore(empty(), IDENTITY)[0], filled(3, seed=3))
     again.close()
     gc.collect()  # what is left of the failed save must not show in another test
@@ -173,8 +182,8 @@ DAMAGES = {
 @pytest.mark.one_cell
 def test_damaged_checkpoints_are_set_aside(checkpoints, capsys):
     """Each kind of damage in turn: a warning names it, the one before is used, and the step can be saved again."""
-    checkpoints.save(filled(1), DATA, IDENTITY, CONFIG)
-    checkpoints.save(filled(2, seed=2), {"next_index": 2}, IDENTITY, CONFIG)
+    save(checkpoints, filled(1), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2, seed=2), {"next_index": 2}, IDENTITY, CONFIG)
     whole = checkpoints.folder.parent / "whole"
     shutil.copytree(folder_of(checkpoints, 2), whole)
     for damage, message in DAMAGES.values():
@@ -190,7 +199,7 @@ def test_damaged_checkpoints_are_set_aside(checkpoints, capsys):
     assert capsys.readouterr().err == ""
     flip(largest(folder_of(checkpoints, 2) / "state"))
     assert int(checkpoints.restore(like(), IDENTITY)[0].step) == 1
-    checkpoints.save(filled(2, seed=3), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(2, seed=3), DATA, IDENTITY, CONFIG)
     equal(checkpoints.restore(like(), IDENTITY)[0], filled(2, seed=3))
 
 
@@ -205,13 +214,13 @@ LEFTOVERS = {
 @pytest.mark.one_cell
 def test_what_a_kill_leaves_is_skipped_and_written_over(checkpoints, capsys):
     for step in (1, 2):
-        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG)
+        save(checkpoints, filled(step), DATA, IDENTITY, CONFIG)
     for kill in LEFTOVERS.values():
         kill(folder_of(checkpoints, 2))
         assert checkpoints.newest == 1
         equal(checkpoints.restore(like(), IDENTITY)[0], filled(1))
         assert re.search(r"warning: the checkpoint \S+/2 is half-written: it is skipped", capsys.readouterr().err)
-        checkpoints.save(filled(2, seed=2), DATA, IDENTITY, CONFIG)
+        save(checkpoints, filled(2, seed=2), DATA, IDENTITY, CONFIG)
         assert checkpoints.newest == 2
     equal(checkpoints.restore(like(), IDENTITY)[0], filled(2, seed=2))
     assert capsys.readouterr().err == ""
@@ -219,7 +228,7 @@ def test_what_a_kill_leaves_is_skipped_and_written_over(checkpoints, capsys):
 
 @pytest.mark.one_cell
 def test_none_is_whole(checkpoints):
-    checkpoints.save(filled(1), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(1), DATA, IDENTITY, CONFIG)
     flip(largest(folder_of(checkpoints, 1)))
     with pytest.raises(CheckpointError, match="holds no checkpoint: start without --resume"):
         checkpoints.restore(like(), IDENTITY)
@@ -231,11 +240,66 @@ def test_the_best_one_stays(checkpoints):
     """By acceptance length; of equals the later. It is not counted among the newest, and half-written older ones go."""
     for step, tau in ((1, 2.0), (2, 3.0), (3, 2.5), (4, None)):
         (checkpoints.folder / "0").mkdir(exist_ok=True)
-        checkpoints.save(filled(step), DATA, IDENTITY, CONFIG, tau)
+        save(checkpoints, filled(step), DATA, IDENTITY, CONFIG, tau)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["2", "3", "4"]
     assert checkpoints.best == (2, 3.0)
-    checkpoints.save(filled(5), DATA, IDENTITY, CONFIG, 3.0)
+    save(checkpoints, filled(5), DATA, IDENTITY, CONFIG, 3.0)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["4", "5"]
     again = Checkpoints(checkpoints.folder, keep=2)
     assert again.best == (5, 3.0)
     again.close()
+
+
+@pytest.mark.one_cell
+def test_the_best_is_of_what_is_measured_now(checkpoints):
+    """Acceptance lengths of other prompts say nothing; without prompts of its own a run keeps the best of those before."""
+    save(checkpoints, filled(1), DATA, IDENTITY, CONFIG, 2.0)
+    for name, step, tau in (("a", 2, 3.0), ("a", 3, 2.5), ("b", 4, 1.5), ("b", 5, 1.25)):
+        checkpoints.measured_on = name
+        save(checkpoints, filled(step), DATA, IDENTITY, CONFIG, tau)
+        if step == 3:
+            assert (checkpoints.best, checkpoints.best_elsewhere) == ((2, 3.0), None), "the one by no name is gone"
+            checkpoints.measured_on = "b"
+            assert (checkpoints.best, checkpoints.best_elsewhere) == (None, 2)
+    assert (checkpoints.best, checkpoints.best_elsewhere) == ((4, 1.5), None)
+    checkpoints.measured_on = None
+    save(checkpoints, filled(6), DATA, IDENTITY, CONFIG)
+    save(checkpoints, filled(7), DATA, IDENTITY, CONFIG)
+    assert (checkpoints.best, checkpoints.best_elsewhere) == ((4, 1.5), None)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["4", "6", "7"]
+
+
+@pytest.mark.one_cell
+def test_saves_go_on_in_the_background(checkpoints, monkeypatch):
+    """A save takes the state as it is, though the next step gets its buffers; until it is sealed the one before is the newest; and
+    what goes wrong is told at the next question."""
+    save(checkpoints, filled(1), DATA, IDENTITY, CONFIG)
+    state = filled(2)._replace(ema=jax.device_put(jnp.asarray(np.random.default_rng(0).standard_normal(1 << 24, np.float32))))
+    wanted = jax.tree.map(np.array, state)
+    go_on, crc = threading.Event(), checkpoint._crc
+
+    def slowly(path):
+        assert go_on.wait(60)
+        return crc(path)
+
+    monkeypatch.setattr(checkpoint, "_crc", slowly)
+    checkpoints.save(state, DATA, IDENTITY, CONFIG)
+    overwritten = jax.jit(lambda x: jax.tree.map(lambda x: x * 0, x), donate_argnums=0)(state)
+    assert not checkpoints.saving[1].done()
+    assert checkpoints._sealed() == {1}
+    checkpoints.check()
+    go_on.set()
+    assert checkpoints.newest == 2
+    equal(checkpoints.restore(overwritten, IDENTITY)[0], wanted)
+
+    def full(path):
+        raise OSError("no space")
+
+    monkeypatch.setattr(checkpoint, "_crc", full)
+    checkpoints.save(filled(3), DATA, IDENTITY, CONFIG)
+    concurrent.futures.wait([checkpoints.saving[1]])
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 3 could not be written .*no space.* checkpoint is step 2"):
+        checkpoints.check()
+    monkeypatch.undo()
+    save(checkpoints, filled(3, seed=3), DATA, IDENTITY, CONFIG)
+    equal(checkpoints.restore(like(), IDENTITY)[0], filled(3, seed=3))

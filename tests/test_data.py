@@ -301,7 +301,7 @@ def test_packed_rows_hold_every_conversation_once(config):
         assert not batch["loss_mask_BT"][empty].any()
         assert (batch["doc_BT"][empty] == -1).all()
     assert sorted(found) == list(range(50))
-    assert "doc_BT" not in dataset.sample(), "sizes are measured on conversations, not on rows"
+    assert "doc_BT" not in dataset.sample(8), "sizes are measured on conversations, not on rows"
 
 
 def test_few_rows_are_padded_far():
@@ -345,11 +345,11 @@ def test_resume_is_exact(config, taken, packing):
 def test_processes_share_every_batch(config, packing):
     config = dataclasses.replace(config, packing=packing)
     whole = list(ConversationDataset(config, TOKENIZER).iterator())
-    datasets = [ConversationDataset(config, TOKENIZER, process_index=i, process_count=2) for i in range(2)]
-    samples = [dataset.sample() for dataset in datasets]
+    datasets = [ConversationDataset(config, TOKENIZER, process_rows=np.arange(2) + 2 * i) for i in range(2)]
+    samples = [dataset.sample(3) for dataset in datasets]
     for name, of_first in samples[0].items():  # what a run measures at its start must not differ between hosts
         np.testing.assert_array_equal(of_first, samples[1][name])
-    assert len(samples[0]["id_B"]) == config.batch_size
+    assert len(samples[0]["id_B"]) == 3
     shares = [list(dataset.iterator()) for dataset in datasets]
     scattered = ConversationDataset(config, TOKENIZER, process_rows=np.asarray([1, 3])).iterator()
     for batch, *parts, some in zip(whole, *shares, scattered, strict=True):
@@ -364,7 +364,7 @@ def test_tokens_that_the_target_has_and_its_tokenizer_has_not(tmp_path):
     row = {"messages": [user("a"), assistant("b")], "answer_tokens": [spare, 5], "finish_reason": "length"}
     config = over(tmp_path, [row])
     dataset = ConversationDataset(config, TOKENIZER, vocab_size=spare + 1)
-    assert spare in dataset.sample()["tokens_BT"]
+    assert spare in dataset.sample(8)["tokens_BT"]
     with pytest.raises(DataError, match=rf"t\.jsonl:1: answer_tokens must be a list of token ids in 0\.\.{spare - 1}"):
         ConversationDataset(config, TOKENIZER)
 
@@ -433,9 +433,9 @@ def test_refused_runs(tmp_path):
         ({"train": []}, r"data\.train names no file"),
         ({"buckets": []}, r"data\.buckets is \[\]"),
         ({"max_length": 65}, r"data\.max_length 65 exceeds the widest"),
-        ({"batch_size": 3}, r"data\.batch_size 3 cannot be shared by 2 processes"),
+        ({"batch_size": 0}, r"data\.batch_size is 0: it must be at least 1"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            ConversationDataset(over(tmp_path, rows, **change), TOKENIZER, process_count=2)
+            ConversationDataset(over(tmp_path, rows, **change), TOKENIZER)
     with pytest.raises(DataError, match=r"no conversation can be trained on .*'no assistant turn': 1"):
         ConversationDataset(over(tmp_path, rows), TOKENIZER)

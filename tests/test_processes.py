@@ -10,11 +10,11 @@ import pytest
 import tiny_run
 from several_processes import launch
 
-import dflash_jax.trainer as trainer
+from dflash_jax import preflight, trainer
 from dflash_jax.config import to_json
 from dflash_jax.hf import load_drafter
 
-STEPS = 400
+STEPS = 60
 
 
 def wait(processes, condition):
@@ -45,24 +45,25 @@ def sealed(folder):
 
 @pytest.mark.one_cell
 def test_killed_preempted_and_moved(tmp_path):
-    """Two processes with two devices each, fully sharded over all four. SIGKILL of both while a checkpoint is written; resumed, the
-    steps that come again have the same bits. SIGTERM of one: both save the same step and leave. One process with another mesh
-    ends the run. All the while the losses are those of one device."""
-    changes = {"train__steps": STEPS, "train__save_every": 20, "train__log_every": 1, "mesh__data": 1, "mesh__fsdp": 4}
+    """Two processes with two devices each, fully sharded over all four, packed rows, the target's law. SIGKILL of both while a
+    checkpoint is written; resumed, the steps that come again have the same bits. SIGTERM of one: both save the same step and leave.
+    One process with two replicas of two devices ends the run. All the while the losses are those of one device."""
+    changes = {"train__steps": STEPS, "train__save_every": 10, "train__log_every": 1, "mesh__data": 1, "mesh__fsdp": 4}
+    changes |= {"data__packing": True, "data__buckets": [48], "train__loss": "kl"}
     heldout = tiny_run.write_lines(tmp_path / "prompts.jsonl", [{"turns": ["a"]}, {"turns": ["hello"]}])
-    changes |= {"data__heldout": [heldout], "train__eval_every": 200, "train__eval_max_new_tokens": 4}
+    changes |= {"data__heldout": [heldout], "train__eval_every": 30, "train__eval_max_new_tokens": 4}
     config = tiny_run.tiny_run(tmp_path / "run", **changes)
     checkpoints, metrics = tmp_path / "run" / "checkpoints", tmp_path / "run" / "metrics.jsonl"
 
-    killed = launch(tmp_path, to_json(config), 2)
-    wait(killed, lambda: sealed(checkpoints) and any(tmp_path.glob("run/checkpoints/[4-9]0*")))  # the second save has begun
+    killed = launch(tmp_path, to_json(config), 2, pause=0.05)
+    wait(killed, lambda: sealed(checkpoints) and any(tmp_path.glob("run/checkpoints/[2-9]0*")))  # the second save has begun
     for process in killed:
         process.send_signal(signal.SIGKILL)
         process.wait()
     before = losses(metrics)
     newest = sealed(checkpoints)[-1]
 
-    preempted = launch(tmp_path, to_json(config), 2, "--train.resume=true")
+    preempted = launch(tmp_path, to_json(config), 2, "--train.resume=true", pause=0.05)
     wait(preempted, lambda: len(losses(metrics)) > max(before) + 5)
     preempted[1].send_signal(signal.SIGTERM)
     said = finish(preempted, 143)
@@ -82,19 +83,46 @@ def test_killed_preempted_and_moved(tmp_path):
     assert max(read) < 0.6 * total, "a process reads its half, and norms"
     assert sum(read) > 0.98 * (total - 8192), "together they read all"
 
-    config = tiny_run.tiny_run(tmp_path / "run", **changes | {"mesh__fsdp": 1, "mesh__tensor": 2, "train__resume": True})
-    (said,) = finish(launch(tmp_path, to_json(config), 1))
+    config = tiny_run.tiny_run(tmp_path / "run", **changes | {"mesh__fsdp": 2, "mesh__replica": 2, "train__resume": True})
+    (said,) = finish(launch(tmp_path, to_json(config), 1, devices=4))
     assert f"resumed from step {stopped}" in said
     assert "acceptance length on held-out prompts" in said
     assert "python -m dflash_jax export --to zlab --drafter" in said
     load_drafter(tmp_path / "run" / "drafter", tiny_run.tiny_target())
-    assert list(losses(metrics)) == list(range(1, STEPS + 1))
+    after = losses(metrics)
+    assert list(after) == list(range(1, STEPS + 1))
 
     shutil.rmtree(checkpoints)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh())
+        patch.setattr(preflight, "make_mesh", lambda config: tiny_run.mesh())
         alone = tiny_run.tiny_run(tmp_path / "alone", **changes | {"train__eval_every": 0, "train__save_every": STEPS})
         assert trainer.fit(alone) == 0
     straight = losses(tmp_path / "alone" / "metrics.jsonl")
     for step in range(1, 41):
         assert after[step] == pytest.approx(straight[step], rel=1e-3), step
+
+
+@pytest.mark.one_cell
+def test_two_hosts_agree_and_end_together(tmp_path):
+    """Without a training: the first host alone has the text, and both read its records; a folder that they do not share is refused
+    on both; SIGTERM of one stops both at the same question, for good. And when the first fails, neither waits for the other."""
+    (tmp_path / "0").mkdir()
+    rows = [{"messages": [tiny_run.user("a"), tiny_run.assistant("hello")]}] * 3
+    tiny_run.write_lines(tmp_path / "0" / "text.jsonl", rows)
+    hosts = launch(tmp_path, to_json(tiny_run.tiny_run(tmp_path)), 2, devices=1, what=["agree"])
+    for host in hosts:
+        host.wait(timeout=90)
+    said = [host.output.read_text() for host in hosts]
+    told = [next((json.loads(line) for line in text.splitlines() if line.startswith("{")), None) for text in said]
+    assert None not in told, "\n".join(said)
+    for index, host in enumerate(told):
+        own = tmp_path / str(index) / "unshared"
+        assert host.pop("refused") == f"data.records {own} is not one folder for all processes: give one that all hosts share"
+    assert told[0] == told[1]
+    assert (told[0]["text"], told[0]["rows"]) == ("\u00e9", [0, 1, 2])
+    assert told[0]["stopped"] >= 20
+    assert (told[0]["again"], told[0]["status"]) == (True, 143)
+    assert hosts[0].returncode == 1
+    assert "error: a planted error" in said[0]
+    assert "Traceback" not in said[0]
+    assert hosts[1].returncode != 0

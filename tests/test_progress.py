@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 from tiny_run import mesh
 
@@ -13,9 +12,22 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.optim import optimizer
-from dflash_jax.progress import Pace, Profile, device_bytes, duration, eval_table, memory_estimate, peak_flops, step_flops
+from dflash_jax.progress import (
+    Pace,
+    Profile,
+    StepCost,
+    device_bytes,
+    duration,
+    eval_table,
+    first_time_estimate,
+    mean_share,
+    memory_estimate,
+    peak_flops,
+    step_cost,
+    step_flops,
+)
 from dflash_jax.targets import DenseTarget
-from dflash_jax.train_step import init_state, make_train_step, place_batch
+from dflash_jax.train_step import abstract_batch, init_state, make_train_step
 
 pytestmark = pytest.mark.one_cell
 TARGET = TargetConfig("llama", 512, 64, 4, 4, 2, 16, 192, 1e-5, 64)
@@ -26,14 +38,19 @@ CONFIG = Config(data=DataConfig(batch_size=4), train=TrainConfig(anchors_per_row
 
 
 def test_flops_are_those_of_the_compiled_step():
-    """Without loops, whose bodies the compiler counts once. It also counts norms, softmax and the optimizer: a few percent."""
+    """Without loops, whose bodies the compiler counts once. It also counts norms, softmax and the optimizer: a few percent. What is
+    said before the first step is of the compiler, too."""
     width, target = 32, DenseTarget.random(jax.random.key(0), TARGET)
     drafter, tx = Drafter.random(jax.random.key(1), DRAFTER), optimizer(CONFIG.optim, 10)
     step = make_train_step(CONFIG, target, drafter, tx, mesh())
-    rows = {"tokens_BT": np.ones((4, width), np.int32), "loss_mask_BT": np.ones((4, width), bool)}
-    batch = place_batch(rows | {"length_B": np.full(4, width, np.int32)}, mesh())
-    lowered = step.lower(init_state(drafter, tx, mesh()), target.params, batch, None)
-    counted = lowered.compile().cost_analysis()["flops"]
+    state, shapes = init_state(drafter, tx, mesh()), abstract_batch(CONFIG, width, 0, mesh())
+    cost = step_cost(step, state, target.params, *shapes)
+    compiled = step.lower(state, target.params, *shapes).compile()
+    counted = compiled.cost_analysis()["flops"]
+    assert cost.flops == pytest.approx(counted, rel=0.1)
+    memory = compiled.memory_analysis()
+    activations = 4 * 8 * 3 * 512 * 4  # logits of the 3 drafted slots of all blocks, float32
+    assert device_bytes(state.params) + activations < cost.bytes < 2 * memory.temp_size_in_bytes
     ours = step_flops(TARGET, DRAFTER, CONFIG, width)
     assert ours == pytest.approx(counted, rel=0.1), counted / ours
     kept = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, features="memory"))
@@ -58,7 +75,21 @@ def test_memory_of_a_device():
     parts = init_state(Drafter.random(jax.random.key(1), DRAFTER), optimizer(CONFIG.optim, 10), mesh(1, 2, 2))
     assert device_bytes(whole) > 3 * device_bytes(whole.params)
     assert 0.24 < device_bytes(parts.params) / device_bytes(whole.params) < 0.4
-    assert "drafter and optimizer 0.00" in memory_estimate({}, parts)
+    said = memory_estimate({}, parts, StepCost(0, 3 << 28))
+    assert "drafter and optimizer 0.00, gradients and activations 0.75 (" in said
+    assert said.endswith(": 0.75 GiB"), "nobody says how much memory a CPU has"
+
+
+def test_the_first_estimate():
+    """40 % of the peak, and steps of narrow rows cost less."""
+    assert (
+        first_time_estimate(2e12, 100, None) == "estimate: 2 TFLOP a step in matrix products; how long, the first steps will tell"
+    )
+    said = first_time_estimate(2e12, 100, 5e12)
+    assert "2 TFLOP a step in matrix products, 1 s at 40% of the peak, 1 min 40 s for 100 steps" in said
+    wide, narrow = (step_flops(TARGET, DRAFTER, CONFIG, width) for width in (64, 32))
+    assert mean_share(TARGET, DRAFTER, CONFIG, [32, 64, 32]) == pytest.approx((2 * narrow + wide) / 3 / wide)
+    assert narrow < wide
 
 
 def test_the_estimate_leaves_out_compilations():
@@ -80,8 +111,8 @@ def test_table(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
     assert eval_table(file) == ""
-    for step, tau in ((2, 1.5), (4, 2.25), (6, 2.0)):
-        row = {"step": step, "eval_acceptance_length": tau, "eval_acceptance_length_macro": tau - 0.25}
+    for step, tau, prompts in ((1, 9.0, "others"), (2, 1.5, "these"), (4, 2.25, "these"), (6, 2.0, "these")):
+        row = {"step": step, "eval_prompts": prompts, "eval_acceptance_length": tau, "eval_acceptance_length_macro": tau - 0.25}
         file.write_text(file.read_text() + json.dumps(row) + "\n")
     assert eval_table(file).splitlines() == [
         "acceptance length on held-out prompts",

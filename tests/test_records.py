@@ -1,10 +1,9 @@
 """Text tokenized once: what is kept, when it is made again, and that nothing half written is used."""
 
 import dataclasses
+import gc
 import json
 import os
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -160,17 +159,31 @@ def test_a_full_disk_is_named(tmp_path):
     assert len(open_records(config, TOKENIZER, VOCAB)) == 1
 
 
-def test_other_processes_wait_for_the_first(tmp_path, monkeypatch):
+def test_records_of_the_text_as_it_was_are_removed(tmp_path):
+    """Unless a run still reads them; those of other text, or of the same as it is, stay, and so does what is no record folder."""
     config = over(tmp_path, [{"messages": [user("a"), assistant("hello")]}])
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(open_records(config, TOKENIZER, VOCAB, process_index=1)))
-    waiting.start()
-    time.sleep(0.1)
-    assert not found
-    first = open_records(config, TOKENIZER, VOCAB, process_index=0)
-    waiting.join(timeout=60)
-    assert found[0].folder == first.folder
-    monkeypatch.setattr(records, "WAIT_SECONDS", 0.1)
-    missing = dataclasses.replace(config, records=str(tmp_path / "elsewhere"))
-    with pytest.raises(DataError, match=r"process 0 has written nothing to .*elsewhere.* for 0\.1 s: see its error"):
-        open_records(missing, TOKENIZER, VOCAB, process_index=1)
+    root, other = tmp_path / "records", write_lines(tmp_path / "other.jsonl", [{"messages": [user("b"), assistant("hello")]}])
+    (root / "notes.partial").mkdir(parents=True)
+    (root / f"{0:016x}.partial").mkdir()  # of a killed run
+    busy = root / f"{1:016x}.partial"
+    busy.mkdir()
+
+    def names():
+        return {path.name for path in root.iterdir()}
+
+    with only_process(busy):
+        first = open_records(config, TOKENIZER, VOCAB)
+        shorter = open_records(dataclasses.replace(config, max_length=30), TOKENIZER, VOCAB).folder.name
+        apart = open_records(dataclasses.replace(config, train=[other]), TOKENIZER, VOCAB).folder.name
+        assert names() == {"notes.partial", busy.name, first.folder.name, shorter, apart}
+
+    def again(stamp):
+        os.utime(config.train[0], ns=(stamp, stamp))  # written anew
+        return open_records(config, TOKENIZER, VOCAB).folder.name
+
+    second = again(1)
+    assert names() == {"notes.partial", first.folder.name, apart, second}, "the first is still read"
+    del first
+    gc.collect()
+    third = again(2)
+    assert names() == {"notes.partial", apart, third}

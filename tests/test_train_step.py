@@ -130,27 +130,18 @@ SPLITS = {
     "2x2x2, 2 micro": ((2, 2, 2), 2),
     "4 micro": ((1, 1, 1), 4),
 }
-MORE_SPLITS = {
-    "8 micro": ((1, 1, 1), 8),
-    "2 devices, 4 micro": ((1, 2, 1), 4),
-    "2 replicas of 2 devices": ((1, 2, 1, 2), 1),
-}
+MORE_SPLITS = {"2 replicas of 2 devices, layers recomputed": ((1, 2, 1, 2), 1)}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "accumulation"),
-    [pytest.param(*split, id=name) for name, split in SPLITS.items()]
-    + [pytest.param(*split, id=name, marks=pytest.mark.one_cell) for name, split in MORE_SPLITS.items()],
+    ("sizes", "accumulation", "remat_layers"),
+    [pytest.param(*split, False, id=name) for name, split in SPLITS.items()]
+    + [pytest.param(*split, True, id=name, marks=pytest.mark.one_cell) for name, split in MORE_SPLITS.items()],
 )
-def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation):
+def test_devices_and_micro_batches_change_nothing(plain, sizes, accumulation, remat_layers):
     """Global sums over global counts, with rows that have different numbers of supervised slots; and all stays where it was."""
-    config = change(accumulation=accumulation)
+    config = change(accumulation=accumulation, remat_layers=remat_layers)
     assert_same(plain, run_steps(make_rows(), mesh=mesh(*sizes), config=config))
-
-
-@pytest.mark.one_cell
-def test_recomputed_layers_change_nothing(plain):
-    assert_same(plain, run_steps(make_rows(), mesh=mesh(2, 2, 2), config=change(remat_layers=True)))
 
 
 @pytest.mark.one_cell

@@ -1,7 +1,7 @@
 """Whole runs: what they leave behind, that they continue bit for bit, and that they stop cleanly."""
 
 import dataclasses
-import errno
+import functools
 import json
 import os
 import re
@@ -17,13 +17,15 @@ import pytest
 import tiny_run
 from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folder, tiny_target, user, write_lines
 
-import dflash_jax.trainer as trainer
+from dflash_jax import heldout, preflight, trainer
+from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.features import Memory
+from dflash_jax.first_drafter import first_config, first_drafter
 from dflash_jax.generate import generate
-from dflash_jax.hf import load_drafter
+from dflash_jax.hf import describe_text_target, load_drafter, save_drafter
 from dflash_jax.lock import only_process
 from dflash_jax.regenerate import regenerate
 
@@ -33,14 +35,25 @@ STEPS = {}
 
 
 def remembered_step(config, target, drafter, tx, mesh):
-    train = dataclasses.replace(config.train, run_dir="", resume=False, save_every=1, log_every=1, max_skipped=1, init="random")
-    key = repr((config.data, config.optim, train, drafter.config, target.config, mesh))
+    ours = {"run_dir": "", "resume": False, "save_every": 1, "log_every": 1, "eval_every": 1, "max_skipped": 1, "init": "random"}
+    train = dataclasses.replace(config.train, **ours, profile_steps=[], tensorboard=False, keep=1, peak_tflops=0.0)
+    data = dataclasses.replace(config.data, heldout=[])
+    key = repr((data, config.optim, train, drafter.config, target.config, mesh))
     return STEPS.setdefault(key, make_train_step(config, target, drafter, tx, mesh))
 
 
+@functools.cache
+def remembered_target(path, dtype, mesh):
+    return load_text_target(path, dtype, mesh)
+
+
+load_text_target = trainer.load_text_target
+
+
 def on_one_device(patch):
-    patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh())
+    patch.setattr(preflight, "make_mesh", lambda config: tiny_run.mesh())
     patch.setattr(trainer, "make_train_step", remembered_step)
+    patch.setattr(trainer, "load_text_target", remembered_target)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +95,7 @@ def before_step(monkeypatch, step, act):
                 state = act(state) or state
             return real(state, *rest)
 
+        stepped.trace = real.trace
         return stepped
 
     monkeypatch.setattr(trainer, "make_train_step", made)
@@ -96,6 +110,10 @@ def metrics_of(run_dir):
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def saved(run_dir):
+    return sorted(path.name for path in (Path(run_dir) / "checkpoints").iterdir())
+
+
 def final_state(run_dir, step):
     """All arrays of a checkpoint by name, read with Orbax alone."""
     folder = (Path(run_dir) / "checkpoints" / str(step) / "state").absolute()
@@ -107,6 +125,19 @@ def assert_equal(a, b):
     assert len(a) > 40
     for name, value in a.items():
         np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+def assert_written(folder, trained):
+    """A drafter folder holds these parameters, rounded to bfloat16."""
+    written = leaves(load_drafter(folder, tiny_target(), dtype="float32").params)
+    assert len(written) == len(trained)
+    for (name, ours), theirs in zip(written.items(), trained.values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=name)
+
+
+def part(state, name):
+    """The arrays of a saved state below a name."""
+    return {key: x for key, x in state.items() if key.startswith(name)}
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +177,9 @@ def test_metrics(whole):
 
 
 @pytest.mark.one_cell
-def test_diagnostics_are_means_over_the_window(tmp_path, monkeypatch):
-    """And TensorBoard events are written beside them."""
+def test_bfloat16_trains_like_float32(tmp_path, whole, monkeypatch):
+    """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32. With TensorBoard, and diagnostics,
+    which are means over the window of a line."""
     seen = []
     read = trainer._Loop._read
 
@@ -156,14 +188,18 @@ def test_diagnostics_are_means_over_the_window(tmp_path, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(trainer._Loop, "_read", note)
-    run_dir = tmp_path / "r"
-    assert trainer.fit(tiny_run.tiny_run(run_dir, train__diagnostics=True, train__tensorboard=True)) == 0
-    for line, values in zip(metrics_of(run_dir), (seen[:2], seen[2:]), strict=True):
+    changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True, "train__diagnostics": True}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 0
+    for ours, exact, values in zip(metrics_of(tmp_path / "r"), metrics_of(whole), (seen[:2], seen[2:]), strict=True):
+        assert ours["loss"] == pytest.approx(exact["loss"], rel=3e-2)
+        assert ours["loss"] != exact["loss"]
         for name, shape in (("attention_entropy_L", (1,)), ("context_feature_norm", ())):
-            assert np.shape(line[name]) == shape
-            np.testing.assert_allclose(line[name], np.mean([v[name] for v in values], axis=0), rtol=1e-6)
+            assert np.shape(ours[name]) == shape
+            np.testing.assert_allclose(ours[name], np.mean([v[name] for v in values], axis=0), rtol=1e-6)
             assert not np.array_equal(values[0][name], values[1][name])
-    assert list((run_dir / "tensorboard").iterdir())
+    assert {x.dtype for x in part(final_state(tmp_path / "r", 4), ".params").values()} == {np.dtype("float32")}
+    (events,) = (tmp_path / "r" / "tensorboard").iterdir()
+    assert all(name in events.read_bytes() for name in (b"loss", b"learning_rate", b"accuracy_per_position/3"))
 
 
 @pytest.mark.one_cell
@@ -176,11 +212,9 @@ def test_config_is_saved_merged(whole):
 @pytest.mark.one_cell
 def test_the_drafter_loads_and_drafts(whole):
     target = tiny_target()
+    assert_written(whole / "drafter", part(final_state(whole, 4), ".params"))
     drafter = load_drafter(whole / "drafter", target, dtype="float32")
     assert (drafter.config.block_size, drafter.config.mask_token_id) == (4, MASK)
-    trained = {name: value for name, value in final_state(whole, 4).items() if name.startswith(".params")}
-    for (name, ours), theirs in zip(leaves(drafter.params).items(), trained.values(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=f"{name}: bfloat16 of what was trained")
     prompt = target.tokenizer.encode_chat([user("a")])
     plain, fast = (generate(target, d, [prompt], max_new_tokens=12) for d in (None, drafter))
     assert fast.tokens == plain.tokens
@@ -189,7 +223,7 @@ def test_the_drafter_loads_and_drafts(whole):
 
 @pytest.mark.one_cell
 def test_only_the_last_checkpoints_stay(whole):
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["2", "4"]
+    assert saved(whole) == ["2", "4"]
     names = final_state(whole, 4)
     assert sum(".params" in name for name in names) * 3 < len(names), "parameters, two moments of each, and counters"
     assert not any("embed_tokens" in name for name in names), "the target is not in it"
@@ -199,60 +233,89 @@ def test_only_the_last_checkpoints_stay(whole):
 # Stopping and continuing
 
 
-@pytest.mark.parametrize("features", ["online", "memory"])
-def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_rows, features):
-    """Ctrl-C in step 2 saves step 2, says how to go on, and going on gives the same bits from the same rows."""
-    config = tiny_run.tiny_run(tmp_path / "parts", train__features=features, train__save_every=100)
-    straight = tiny_run.tiny_run(tmp_path / "straight", train__features=features, train__save_every=100)
-    assert trainer.fit(straight) == 0
-    rows, seen_rows[:] = list(seen_rows), []
-    assert len({tuple(ids) for ids in rows}) == 4
+def test_two_steps_and_two_more_are_four(tmp_path, monkeypatch, capsys, seen_rows, whole):
+    """Ctrl-C in step 2 saves step 2, says how to go on, and going on gives the bits of a run without break, from the same rows."""
+    config = tiny_run.tiny_run(tmp_path / "parts", train__save_every=100)
     with monkeypatch.context() as patch:
         before_step(patch, 2, interrupt)
         assert trainer.fit(config) == 130
     assert "stopped at step 2 of 4; continue with the same command and --resume" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["2"]
-    resumed = dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))
-    assert trainer.fit(resumed) == 0
+    assert saved(tmp_path / "parts") == ["2"]
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", train__save_every=100, train__resume=True)) == 0
     assert "resumed from step 2" in capsys.readouterr().out
-    assert seen_rows == rows
-    assert_equal(final_state(tmp_path / "parts", 4), final_state(tmp_path / "straight", 4))
-    last = [metrics_of(tmp_path / name)[-1] for name in ("parts", "straight")]
-    assert last[0]["loss"] == last[1]["loss"]
+    rows = ConversationDataset(config.data, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
+    assert seen_rows == [rows.batch(step)["id_B"].tolist() for step in range(4)]
+    assert len({tuple(ids) for ids in seen_rows}) == 4
+    assert_equal(final_state(tmp_path / "parts", 4), final_state(whole, 4))
+    assert metrics_of(tmp_path / "parts")[-1]["loss"] == metrics_of(whole)[-1]["loss"]
 
 
 @pytest.mark.one_cell
-def test_packed_rows_train_continue_and_keep_features(tmp_path, monkeypatch, capsys):
-    """Rows of several conversations: the same bits after Ctrl-C, and kept features of single conversations fit their places."""
-    packed = {"data__packing": True, "data__buckets": [96], "data__batch_size": 2, "train__anchors_per_document": 2}
-    straight, config, kept = (tmp_path / name for name in ("straight", "parts", "kept"))
-    assert trainer.fit(tiny_run.tiny_run(straight, **packed)) == 0
+def test_all_that_a_run_keeps_continues_bit_for_bit(tmp_path, monkeypatch, capsys):
+    """Packed rows, a running mean, Muon, and the target's law from kept features: parts give the bits of the whole, the drafter
+    written is the mean, and features of single conversations, kept, train like those of packed rows."""
+    changes = {
+        "data__packing": True, "data__buckets": [96], "data__batch_size": 2, "train__anchors_per_document": 2,
+        "optim__ema": 0.9, "optim__optimizer": "muon", "train__loss": "kl",
+    }  # fmt: skip
+    kept = changes | {"train__features": "memory"}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "straight", **kept)) == 0
     assert "12 of 12 conversations" in (out := capsys.readouterr().out)
     assert float(out.split(" conversations a row")[0].split()[-1]) > 2
     with monkeypatch.context() as patch:
         before_step(patch, 3, interrupt)
-        assert trainer.fit(tiny_run.tiny_run(config, **packed)) == 130
-    assert trainer.fit(tiny_run.tiny_run(config, train__resume=True, **packed)) == 0
-    assert_equal(final_state(config, 4), final_state(straight, 4))
-    assert trainer.fit(tiny_run.tiny_run(kept, train__features="memory", **packed)) == 0
-    for ours, online in zip(metrics_of(kept), metrics_of(straight), strict=True):
+        assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **kept)) == 130
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **kept, train__resume=True)) == 0
+    state = final_state(tmp_path / "parts", 4)
+    assert_equal(state, final_state(tmp_path / "straight", 4))
+    mean, raw = part(state, ".ema"), part(state, ".params")
+    assert_written(tmp_path / "parts" / "drafter", mean)
+    assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(mean.values(), raw.values(), strict=True))
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "online", **changes)) == 0
+    for ours, online in zip(metrics_of(tmp_path / "straight"), metrics_of(tmp_path / "online"), strict=True):
         assert ours["loss"] == pytest.approx(online["loss"], rel=1e-2)
 
 
 @pytest.mark.one_cell
-def test_sigterm_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    before_step(monkeypatch, 3, lambda state: signal.raise_signal(signal.SIGTERM))
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r")) == 143
+def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
+    """bfloat16 apart; the fourth step sees rows for the second time."""
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory")) == 0
+    for kept, online in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
+        assert kept["loss"] == pytest.approx(online["loss"], rel=1e-2)
+
+
+@pytest.mark.one_cell
+def test_sigterm_within_an_evaluation(tmp_path, monkeypatch, capsys):
+    """It is heard after the next rounds: the state is saved, not measured, and the message says how to go on."""
+    rounds, advancing = [], heldout.advancing
+
+    def counted(*args):
+        advance = advancing(*args)
+
+        def one(state, count):
+            rounds.append(count)
+            if len(rounds) == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return advance(state, count)
+
+        return one
+
+    monkeypatch.setattr(heldout, "ROUNDS", 1)
+    monkeypatch.setattr(heldout, "advancing", counted)
+    prompts = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", data__heldout=[prompts], train__eval_every=3)) == 143
+    assert rounds == [1, 1], "an answer of 96 tokens takes more"
     said = capsys.readouterr()
     assert "stopped at step 3 of 4; continue with the same command and --resume" in said.out
     assert "SIGTERM: saving after this step" in said.err
-    assert (tmp_path / "r" / "checkpoints" / "3" / "seal.json").exists()
+    assert json.loads((tmp_path / "r" / "checkpoints" / "3" / "seal.json").read_text())["acceptance_length"] is None
+    assert not any("eval_acceptance_length" in line for line in metrics_of(tmp_path / "r"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.one_cell
 def test_the_loop_never_waits_for_the_device(tmp_path, monkeypatch):
-    """No transfer that was not asked for, and metrics of a step are asked for when the next one is on its way. Steps 3 to 5 are
+    """No transfer that was not asked for, and metrics of a step are asked for when the next one is on its way. Steps 2 and 3 are
     recorded by the profiler."""
     events = []
     read, run = trainer._Loop._read, trainer._Loop.run
@@ -265,6 +328,7 @@ def test_the_loop_never_waits_for_the_device(tmp_path, monkeypatch):
             events.append("start")
             return step(state, *rest)
 
+        noted.trace = step.trace
         return noted
 
     def fetched(self, *args):
@@ -278,108 +342,78 @@ def test_the_loop_never_waits_for_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "make_train_step", made)
     monkeypatch.setattr(trainer._Loop, "_read", fetched)
     monkeypatch.setattr(trainer._Loop, "run", guarded)
-    config = tiny_run.tiny_run(
-        tmp_path / "r", train__steps=8, train__save_every=100, train__log_every=1, train__profile_steps=[3, 5]
-    )
+    config = tiny_run.tiny_run(tmp_path / "r", train__save_every=100, train__log_every=1, train__profile_steps=[2, 3])
     assert trainer.fit(config) == 0
-    assert events == ["start", *["start", "fetch"] * 7, "fetch"]
-    assert [line["step"] for line in metrics_of(tmp_path / "r")] == list(range(1, 9))
+    assert events == ["start", *["start", "fetch"] * 3, "fetch"]
+    assert [line["step"] for line in metrics_of(tmp_path / "r")] == list(range(1, 5))
     assert list((tmp_path / "r" / "profile").rglob("*.xplane.pb"))
 
 
 @pytest.mark.one_cell
-def test_what_is_said(tmp_path, capsys):
-    """Cost before and after the first steps, and at the end what the drafter accepts and what to do with it."""
-    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
-    changes = {"train__steps": 8, "data__heldout": [heldout], "train__eval_every": 4, "train__eval_max_new_tokens": 4}
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes, train__peak_tflops=1e-6)) == 0
-    said = capsys.readouterr().out
-    assert "memory a device: target 0.00, drafter and optimizer 0.00, gradients 0.00: 0.00 GiB, and activations" in said
-    assert re.search(r"estimate: \S+ s a step, .* for the 2 steps left", said)
-    assert re.search(r"acceptance length on held-out prompts\n +step +pooled +macro\n +4 +1\.\d+ .*\n +8 +1\.\d+", said)
-    folder = tmp_path / "r" / "drafter"
-    assert f"export --to zlab --drafter {folder} --target {target_folder()} --out {tmp_path / 'r' / 'target-dflash'}" in said
-    line = next(line for line in metrics_of(tmp_path / "r") if "loss" in line)
-    assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6)
-
-
-@pytest.mark.one_cell
-def test_the_best_drafter_is_written_too(tmp_path, monkeypatch, capsys):
+def test_what_is_said_and_the_best_drafter(tmp_path, monkeypatch, capsys):
+    """Cost before and after the first steps; at the end what the drafter accepts, which one accepted most, and what to do with it.
+    Resumed at its end, with other held-out prompts and then with the best one damaged, the run still ends well."""
     taus = iter([1.5, 1.25])
-    monkeypatch.setattr(
-        trainer._Loop, "_decode", lambda *_: dict.fromkeys(("eval_acceptance_length", "eval_acceptance_length_macro"), next(taus))
-    )
-    heldout = write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])
-    run = tiny_run.tiny_run(tmp_path / "r", data__heldout=[heldout], train__eval_every=2, train__save_every=3, train__keep=1)
-    assert trainer.fit(run) == 0
-    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir()) == ["2", "4"]
-    for folder, step in (("drafter-best", 2), ("drafter", 4)):
-        exported = leaves(load_drafter(tmp_path / "r" / folder, tiny_target(), dtype="float32").params)
-        trained = [value for name, value in final_state(tmp_path / "r", step).items() if name.startswith(".params")]
-        for (name, ours), theirs in zip(exported.items(), trained, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6, err_msg=name)
-    assert f"that of step 2, which accepted more, to {tmp_path / 'r' / 'drafter-best'}" in capsys.readouterr().out
-    # resumed at its end, with the best one damaged meanwhile: the run still ends well
-    shutil.rmtree(tmp_path / "r" / "drafter-best")
-    (tmp_path / "r" / "checkpoints" / "2" / "identity" / "metadata").write_bytes(b"")
-    assert trainer.fit(dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))) == 0
+    names = ("eval_acceptance_length", "eval_acceptance_length_macro")
+    monkeypatch.setattr(heldout.HeldOut, "measure", lambda self, *_: dict.fromkeys(names, next(taus)) | {"eval_prompts": self.name})
+    changes = {"data__heldout": [write_lines(tmp_path / "p.jsonl", [{"turns": ["a"]}])], "train__steps": 8, "train__eval_every": 4}
+    run, folder = tmp_path / "r", tmp_path / "r" / "drafter"
+    changes |= {"train__save_every": 6, "train__keep": 1, "train__peak_tflops": 1e-6}
+    assert trainer.fit(tiny_run.tiny_run(run, **changes)) == 0
+    said = capsys.readouterr().out
+    cost = r"memory a device: target 0\.00, drafter and optimizer 0\.00, gradients and activations 0\.00 .*: 0\.00 GiB\n"
+    assert re.search(cost + r"estimate: \S+ TFLOP a step in matrix products, \S+ s at 40% of the peak, .* for 8 steps", said)
+    assert re.search(r"estimate: \S+ s a step, .* for the 2 steps left", said)
+    assert re.search(r"acceptance length on held-out prompts\n +step +pooled +macro\n +4 +1\.500 +1\.500 +best\n +8 +1\.250", said)
+    assert f"that of step 4, which accepted more, to {run / 'drafter-best'}" in said
+    assert f"export --to zlab --drafter {folder} --target {target_folder()} --out {run / 'target-dflash'}" in said
+    line = next(line for line in metrics_of(run) if "loss" in line)
+    assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6)
+    assert saved(run) == ["4", "8"]
+    assert_written(run / "drafter-best", part(final_state(run, 4), ".params"))
+    assert_written(folder, part(final_state(run, 8), ".params"))
+    written = (folder / "model.safetensors").read_bytes()
+
+    shutil.rmtree(folder)
+    shutil.rmtree(run / "drafter-best")
+    others = [write_lines(tmp_path / "q.jsonl", [{"turns": ["b"]}])]
+    assert trainer.fit(tiny_run.tiny_run(run, **changes | {"data__heldout": others}, train__resume=True)) == 0
+    said = capsys.readouterr().out
+    assert "warning: the best checkpoint so far, step 4, was chosen by other held-out prompts: the best is chosen anew" in said
+    assert (folder / "model.safetensors").read_bytes() == written
+    assert not (run / "drafter-best").exists()
+    (run / "checkpoints" / "4" / "identity" / "metadata").write_bytes(b"")
+    assert trainer.fit(tiny_run.tiny_run(run, **changes, train__resume=True)) == 0
     said = capsys.readouterr().out
     assert "warning: no drafter-best: " in said
     assert "export --to zlab" in said
-    assert not (tmp_path / "r" / "drafter-best").exists()
+    assert not (run / "drafter-best").exists()
 
 
 @pytest.mark.one_cell
-def test_bfloat16_trains_like_float32(tmp_path, whole):
-    """Products of bfloat16 in target and drafter; parameters, losses and sums stay float32; with TensorBoard."""
-    changes = {"target__dtype": "bfloat16", "drafter__dtype": "bfloat16", "train__tensorboard": True}
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 0
-    for ours, exact in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
-        assert ours["loss"] == pytest.approx(exact["loss"], rel=3e-2)
-        assert ours["loss"] != exact["loss"]
-    assert {x.dtype for name, x in final_state(tmp_path / "r", 4).items() if ".params" in name} == {np.dtype("float32")}
-    (events,) = (tmp_path / "r" / "tensorboard").iterdir()
-    assert all(name in events.read_bytes() for name in (b"loss", b"learning_rate", b"accuracy_per_position/3"))
-
-
-@pytest.mark.one_cell
-def test_kept_features_train_like_those_of_the_step(tmp_path, whole):
-    """bfloat16 apart; the fourth step sees rows for the second time."""
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory")) == 0
-    for kept, online in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
-        assert kept["loss"] == pytest.approx(online["loss"], rel=1e-2)
-
-
-@pytest.mark.one_cell
-def test_eight_devices_and_another_mesh_after(tmp_path, monkeypatch, whole):
-    """Two steps on 2 x 2 x 2, the rest on one device: the losses of one device alone."""
-    config = tiny_run.tiny_run(tmp_path / "r")
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh(2, 2, 2))
-        before_step(patch, 2, interrupt)
-        assert trainer.fit(config) == 130
-    assert trainer.fit(dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))) == 0
-    for ours, theirs in zip(metrics_of(tmp_path / "r"), metrics_of(whole), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-
-
-@pytest.mark.one_cell
-def test_another_config_cannot_continue(tmp_path, whole):
+def test_another_config_cannot_continue(tmp_path, whole, monkeypatch):
     shutil.copytree(whole, tmp_path / "r")
-    config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, optim__learning_rate=0.5, train__anchors_per_row=4)
-    with pytest.raises(
-        CheckpointError, match=r"optim\.learning_rate: 0\.01 there, 0\.5 now; train\.anchors_per_row: 3 there, 4 now"
-    ):
-        trainer.fit(config)
     config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, data__seed=1)
     with pytest.raises(CheckpointError, match=r"another config \(data: "):
         trainer.fit(config)
+    no_work(monkeypatch)
+    config = tiny_run.tiny_run(tmp_path / "r", train__resume=True, optim__learning_rate=0.5, train__anchors_per_row=4)
+    message = r"optim\.learning_rate: 0\.01 there, 0\.5 now; train\.anchors_per_row: 3 there, 4 now"
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(config)
+    for changes, message in [
+        ({"train__steps": 5}, "steps: 4 there, 5 now"),
+        ({"drafter__block_size": 3}, "drafter.block_size: 4 t"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True, **changes))
     assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
     assert json.loads((tmp_path / "r" / "config.json").read_text())["data"]["seed"] == 0, "nothing was written"
 
 
 @pytest.mark.one_cell
-def test_a_run_folder_in_use_is_left_alone(whole):
+def test_a_run_folder_in_use_is_left_alone(whole, monkeypatch):
+    no_work(monkeypatch)
     before = (whole / "metrics.jsonl").read_text()
     with pytest.raises(ConfigError, match=r"holds a run that reached step 4: --resume it, or give another train\.run_dir"):
         trainer.fit(tiny_run.tiny_run(whole, optim__beta1=0.5))
@@ -387,18 +421,11 @@ def test_a_run_folder_in_use_is_left_alone(whole):
     assert json.loads((whole / "config.json").read_text())["optim"]["beta1"] == 0.9
 
 
-def test_nothing_to_resume(tmp_path):
+def test_nothing_to_resume(tmp_path, monkeypatch):
+    no_work(monkeypatch)
     with pytest.raises(CheckpointError, match="holds no checkpoint: start without --resume"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True))
-
-
-@pytest.mark.one_cell
-def test_a_finished_run_may_be_resumed(tmp_path, whole):
-    """It only writes the drafter again."""
-    shutil.copytree(whole, tmp_path / "r")
-    shutil.rmtree(tmp_path / "r" / "drafter")
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True)) == 0
-    assert (tmp_path / "r" / "drafter" / "model.safetensors").read_bytes() == (whole / "drafter" / "model.safetensors").read_bytes()
+    assert not (tmp_path / "r").exists()
 
 
 def poison(state):
@@ -407,92 +434,64 @@ def poison(state):
 
 
 @pytest.mark.one_cell
-@pytest.mark.parametrize(("save_every", "step"), [(2, 4), (1, 3)])
-def test_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, save_every, step):
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     """Poisoned before the third step: no step changes them any more, and the next checkpoint is refused."""
-    with monkeypatch.context() as patch:
-        before_step(patch, 3, poison)
-        message = rf"parameters are not finite at step {step} \(the newest checkpoint is step 2\): lower optim\.learning_rate"
-        with pytest.raises(NonFiniteLossError, match=message):
-            trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every))
-    assert "3" not in [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()]
+    before_step(monkeypatch, 3, poison)
+    message = r"parameters are not finite at step 3 \(the newest checkpoint is step 2\): lower optim\.learning_rate"
+    with pytest.raises(NonFiniteLossError, match=message):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=1))
+    assert saved(tmp_path / "r") == ["1", "2"]
     assert all(np.isfinite(x).all() for x in final_state(tmp_path / "r", 2).values())
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__save_every=save_every, train__resume=True)) == 0
-
-
-def spoil(patch, *steps):
-    """The target's features of these steps are not numbers."""
-    features, calls = Memory.__call__, []
-
-    def spoiled(self, raw):
-        calls.append(None)
-        return features(self, raw) * (float("nan") if len(calls) in steps else 1.0)
-
-    patch.setattr(Memory, "__call__", spoiled)
 
 
 @pytest.mark.one_cell
 def test_skipped_steps_are_counted_and_stop_a_run_only_when_they_go_on(tmp_path, monkeypatch):
-    """One bad step leaves the metrics to the good ones of its window; two in a row are one too many here, and the message tells."""
+    """One bad step leaves the metrics to the good one of its window, a window of bad steps has no loss, and the schedule waits for
+    applied steps. One more in a row than is allowed ends the run, and the message tells."""
+    features = Memory.__call__
 
-    def run(name, max_skipped, *steps):
-        with monkeypatch.context() as patch:
-            spoil(patch, *steps)
-            config = tiny_run.tiny_run(tmp_path / name, train__max_skipped=max_skipped, train__features="memory")
-            assert trainer.fit(config) == 0
-        return metrics_of(tmp_path / name)
+    def run(name, most):
+        calls = []
 
-    lines = run("a", 2, 1)
-    assert [line["skipped_steps"] for line in lines] == [1, 1]
-    assert all(np.isfinite(line["loss"]) for line in lines)
-    message = r"2 steps in a row, up to step 4, were skipped .*not finite .*newest checkpoint is step 2\): lower optim\.l"
+        def spoiled(self, raw):
+            calls.append(None)
+            return features(self, raw) * (float("nan") if len(calls) in (1, 2, 4) else 1.0)
+
+        monkeypatch.setattr(Memory, "__call__", spoiled)
+        return trainer.fit(tiny_run.tiny_run(tmp_path / name, train__max_skipped=most, train__features="memory"))
+
+    assert run("a", 3) == 0
+    first, second = metrics_of(tmp_path / "a")
+    assert set(first) == {"skipped_steps", "step", "learning_rate", "data_wait_share", "flops_per_second"}
+    assert (first["skipped_steps"], second["skipped_steps"]) == (2, 3)
+    assert np.isfinite(second["loss"])
+    assert second["learning_rate"] == first["learning_rate"] == pytest.approx(1e-2)
+    message = r"2 steps in a row, up to step 2, were skipped .*not finite .*newest checkpoint is step None\): lower optim\.l"
     with pytest.raises(NonFiniteLossError, match=message):
-        run("b", 2, 3, 4)
+        run("b", 2)
     assert not (tmp_path / "b" / "drafter").exists()
-    first, second = run("c", 3, 1, 2)
-    rates = {"data_wait_share", "flops_per_second"}
-    assert set(first) == {"skipped_steps", "step", "learning_rate"} | rates, "no loss without a good step"
-    assert first["learning_rate"] == second["learning_rate"], "the schedule waits for applied steps"
-    assert (second["skipped_steps"], np.isfinite(second["loss"])) == (2, True)
 
 
 @pytest.mark.one_cell
-def test_mean_muon_and_kept_law_continue_bit_for_bit(tmp_path, monkeypatch):
-    """A run with a running mean, Muon, and the target's law from kept features: parts give the bits of the whole, and the drafter
-    written is the mean."""
-    changes = {"optim__ema": 0.9, "optim__optimizer": "muon", "train__loss": "kl", "train__features": "memory"}
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "straight", **changes)) == 0
-    with monkeypatch.context() as patch:
-        before_step(patch, 2, interrupt)
-        assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **changes)) == 130
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "parts", **changes, train__resume=True)) == 0
-    state = final_state(tmp_path / "parts", 4)
-    assert_equal(state, final_state(tmp_path / "straight", 4))
-    mean, raw = ({n.removeprefix(part): x for n, x in state.items() if n.startswith(part)} for part in (".ema", ".params"))
-    written = leaves(load_drafter(tmp_path / "parts" / "drafter", tiny_target(), dtype="float32").params)
-    assert mean.keys() == raw.keys() == written.keys()
-    for name, ours in written.items():
-        np.testing.assert_allclose(ours, mean[name], rtol=2**-8, atol=1e-6, err_msg=name)
-    assert any(np.abs(mean[name] - raw[name]).max() > 1e-3 for name in mean)
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    """At the next step, not at the next save."""
 
+    def full(self, *_):
+        raise OSError(28, "No space left on device")
 
-@pytest.mark.one_cell
-def test_a_full_disk_while_saving(tmp_path, monkeypatch, whole):
-    """The second save fails; the first one is whole and the run goes on from it to the same end."""
-    save = ocp.Checkpointer.save
+    def sealed(state):
+        """Until the failure is there to be noticed."""
+        while not loops[0].checkpoints.saving[1].done():
+            pass
 
-    def full(self, folder, *args, **kwargs):
-        if folder.name == "4":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, folder, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ocp.Checkpointer, "save", full)
-        with pytest.raises(CheckpointError, match=r"step 4 could not be written .*No space left.* newest .* is step 2"):
-            trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
+    loops, init = [], trainer._Loop.__init__
+    monkeypatch.setattr(trainer._Loop, "__init__", lambda self, *args: (loops.append(self), init(self, *args))[1])
+    monkeypatch.setattr(Checkpoints, "_seal_up", full)
+    before_step(monkeypatch, 3, sealed)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .*No space left.* checkpoint is step None"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__log_every=1))
+    assert [line["step"] for line in metrics_of(tmp_path / "r")] == [1, 2]
     assert not (tmp_path / "r" / "drafter").exists()
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__resume=True)) == 0
-    assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,7 +524,8 @@ def test_tau_rises(tmp_path):
     assert real[-1] > 2.5, real
     assert real[-1] > real[0]
     last = lines[-1]
-    assert set(last) == {"step", "eval_acceptance_length", "eval_acceptance_length_macro", "eval_accepted_per_position"}
+    names = {"eval_acceptance_length", "eval_acceptance_length_macro", "eval_accepted_per_position", "eval_prompts"}
+    assert set(last) == {"step"} | names
     assert sorted(last["eval_accepted_per_position"], reverse=True) == last["eval_accepted_per_position"]
     # training's own estimate and a real decode of the exported drafter tell the same story
     drafter = load_drafter(tmp_path / "r" / "drafter", target, dtype="float32")
@@ -539,45 +539,64 @@ def test_tau_rises(tmp_path):
 # Where a run starts, and what it refuses
 
 
-def first_parameters(tmp_path, monkeypatch, **changes):
-    """Parameters before the first step."""
-    seen = {}
-
-    def look(self, state):
-        seen.update({jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state.params)})
-        return state, False
-
-    monkeypatch.setattr(trainer._Loop, "run", look)
-    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 130
-    return seen
+@pytest.fixture(scope="module")
+def rows():
+    config = tiny_run.tiny_run("unused").data
+    return ConversationDataset(config, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
 
 
-@pytest.mark.one_cell
-def test_start_from_a_drafter(tmp_path, monkeypatch):
-    config = dataclasses.replace(tiny_run.DRAFTER, path=drafter_folder())
-    started = first_parameters(tmp_path, monkeypatch, train__init="loaded", drafter__path=config.path)
-    stored = leaves(load_drafter(drafter_folder(), tiny_target(), dtype="float32").params)
-    for ours, theirs in zip(started.values(), stored.values(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+def start(rows, **changes):
+    """The drafter before the first step, which is what was said of it before any text was read."""
+    config = tiny_run.tiny_run("unused", **changes)
+    drafter = first_drafter(config, tiny_target(), rows)
+    described = first_config(config, tiny_target().config)
+    assert dataclasses.replace(described, draft_token_ids=drafter.config.draft_token_ids) == drafter.config
+    assert len(described.draft_token_ids) == len(drafter.config.draft_token_ids) or not config.drafter.draft_vocab_size
+    return drafter
 
 
 @pytest.mark.one_cell
-def test_a_loaded_drafter_stays_what_it_is(tmp_path, monkeypatch):
-    """What training decides may change; a size that is asked for and is not there is refused, and defaults ask for nothing."""
-    seen = {}
-    monkeypatch.setattr(trainer._Loop, "run", lambda self, state: (seen.update(config=self.drafter.config), (state, False))[1])
+def test_start_from_a_drafter(rows):
+    """It is taken as it is; what training decides may change; a size that is asked for and is not there is refused, before anything
+    is loaded, and defaults ask for nothing."""
     loaded = {"train__init": "loaded", "drafter__path": drafter_folder()}
-    run = tiny_run.tiny_run(tmp_path / "a", **loaded, drafter__loss_decay_gamma=2.5, drafter__dropout=0.2)
-    assert trainer.fit(run) == 130
-    assert (seen["config"].loss_decay_gamma, seen["config"].dropout) == (2.5, 0.2)
-    plain = dataclasses.replace(run, drafter=DrafterSource(path=drafter_folder(), mask_token_id=MASK))
-    assert trainer.fit(dataclasses.replace(plain, train=dataclasses.replace(plain.train, run_dir=str(tmp_path / "b")))) == 130
-    stored = load_drafter(drafter_folder(), tiny_target()).config
+    stored = load_drafter(drafter_folder(), tiny_target(), dtype="float32")
+    drafter = start(rows, **loaded, drafter__loss_decay_gamma=2.5, drafter__dropout=0.2)
+    for ours, theirs in zip(leaves(drafter.params).values(), leaves(stored.params).values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert (drafter.config.loss_decay_gamma, drafter.config.dropout) == (2.5, 0.2)
+    plain = tiny_run.tiny_run("unused", **loaded)
+    plain = dataclasses.replace(plain, drafter=DrafterSource(path=drafter_folder(), mask_token_id=MASK))
+    assert first_config(plain, tiny_target().config) == stored.config
     for name, value in (("block_size", 5), ("num_draft_layers", 2), ("temperature", 0.5), ("learned_mask_embedding", True)):
-        with pytest.raises(
-            ConfigError, match=rf"drafter\.{name} is {value}, but the drafter of drafter\.path has {getattr(stored, name)}"
-        ):
-            trainer.fit(tiny_run.tiny_run(tmp_path / name, **loaded, **{f"drafter__{name}": value}))
+        message = rf"drafter\.{name} is {value}, but the drafter of drafter\.path has {getattr(stored.config, name)}"
+        asked = tiny_run.tiny_run("unused", **loaded, **{f"drafter__{name}": value})
+        described, whole = (first_config, asked, tiny_target().config), (first_drafter, asked, tiny_target(), rows)
+        for refusing in (functools.partial(*described), functools.partial(*whole)):
+            with pytest.raises(ConfigError, match=message):
+                refusing()
+
+
+@pytest.mark.one_cell
+def test_start_from_the_target(rows):
+    up = start(rows, train__init="target").params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
+
+
+@pytest.mark.one_cell
+def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path, rows):
+    """And a run that starts from such a drafter goes on with the same tokens, unless it asks for others."""
+    drafter = start(rows, drafter__draft_vocab_size=5, train__init="random")
+    records = rows.records.read(range(len(rows)))
+    seen = Counter(np.concatenate([record.tokens_T[record.mask_T] for record in records]).tolist())
+    wanted = tuple(sorted(sorted(seen, key=lambda token: (-seen[token], token))[:5]))
+    assert drafter.config.draft_token_ids == wanted
+    save_drafter(drafter, tmp_path / "few")
+    loaded = {"train__init": "loaded", "drafter__path": str(tmp_path / "few")}
+    assert start(rows, **loaded).config.draft_token_ids == wanted
+    more = start(rows, **loaded, drafter__draft_vocab_size=7).config.draft_token_ids
+    assert len(more) == 7
+    assert set(wanted) <= set(more)
 
 
 @pytest.mark.one_cell
@@ -587,36 +606,14 @@ def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
 
 
-@pytest.mark.one_cell
-def test_start_from_the_target(tmp_path, monkeypatch):
-    started = first_parameters(tmp_path, monkeypatch, train__init="target")
-    up = next(value for name, value in started.items() if "up_proj" in name)
-    np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
+def no_work(monkeypatch):
+    """From now on, whoever reads text or loads weights fails the test."""
 
+    def work(*_, **__):
+        raise AssertionError("this came too late")
 
-@pytest.mark.one_cell
-def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path):
-    config = tiny_run.tiny_run(tmp_path / "r", drafter__draft_vocab_size=5, train__steps=1)
-    assert trainer.fit(config) == 0
-    rows = ConversationDataset(config.data, tiny_target().tokenizer, vocab_size=tiny_target().config.vocab_size)
-    records = rows.records.read(range(len(rows)))
-    seen = Counter(np.concatenate([record.tokens_T[record.mask_T] for record in records]).tolist())
-    wanted = sorted(sorted(seen, key=lambda token: (-seen[token], token))[:5])
-    folder = tmp_path / "r" / "drafter"
-    assert load_drafter(folder, tiny_target()).config.draft_token_ids == tuple(wanted)
-    # a run that starts from it goes on with the same tokens, unless it asks for others
-    loaded = {"train__init": "loaded", "drafter__path": str(folder), "train__steps": 1}
-    for name, size, count in (("same", 0, 5), ("other", 7, 7)):
-        assert trainer.fit(tiny_run.tiny_run(tmp_path / name, drafter__draft_vocab_size=size, **loaded)) == 0
-        ids = load_drafter(tmp_path / name / "drafter", tiny_target()).config.draft_token_ids
-        assert len(ids) == count
-        assert set(wanted) <= set(ids)
-
-
-def broken_lines(tmp_path):
-    good = {"messages": [user("a"), assistant("hello")]}
-    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
-    return [str(tmp_path / "bad.jsonl")]
+    monkeypatch.setattr(trainer, "ConversationDataset", work)
+    monkeypatch.setattr(trainer, "load_text_target", work)
 
 
 @pytest.mark.one_cell
@@ -625,8 +622,11 @@ def broken_lines(tmp_path):
     [
         ({"data__train": []}, ConfigError, r"data\.train names no file"),
         ({"data__train": ["absent.jsonl"]}, DataError, r"absent\.jsonl cannot be read"),
-        ({"data__train": broken_lines}, DataError, r"bad\.jsonl:2: not valid JSON"),
         ({"data__batch_size": 3, "optim__accumulation": 2}, ConfigError, r"data\.batch_size 3 is not a multiple"),
+        ({"data__batch_size": 0}, ConfigError, r"data\.batch_size is 0: it must be at least 1"),
+        ({"data__max_length": 99}, ConfigError, r"data\.max_length 99 exceeds the widest"),
+        ({"optim__learning_rate": 0.0}, ConfigError, r"optim\.learning_rate is 0\.0: it must be positive"),
+        ({"train__loss": "kl", "train__vocab_sample": 267}, ConfigError, r"train\.loss kl takes its tokens from the target"),
         ({"drafter__mask_token_id": None}, ConfigError, r"mask_token_id is missing: name an unused token id"),
         ({"drafter__mask_token_id": STOP}, ConfigError, r"mask_token_id 2 is a stop or pad token"),
         ({"drafter__mask_token_id": 267}, ConfigError, r"mask_token_id 267 is outside the 267 embedding rows"),
@@ -664,26 +664,39 @@ def broken_lines(tmp_path):
         ),
     ],
 )
-def test_refused_runs(tmp_path, changes, kind, message):
-    """Before the first step, and nothing but the empty folder is left."""
+def test_refused_runs(tmp_path, monkeypatch, changes, kind, message):
+    """Before any work, and nothing is written."""
+    no_work(monkeypatch)
     changes = {name: value(tmp_path) if callable(value) else value for name, value in changes.items()}
     with pytest.raises(kind, match=message) as raised:
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes))
     assert isinstance(raised.value, DFlashError)
-    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.one_cell
-def test_a_finished_drafter_is_not_overwritten(tmp_path, whole):
+def test_a_broken_line_is_named(tmp_path):
+    good = {"messages": [user("a"), assistant("hello")]}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: not valid JSON"):
+        trainer.fit(tiny_run.tiny_run(tmp_path / "r", data__train=[str(tmp_path / "bad.jsonl")]))
+    assert not (tmp_path / "r" / "config.json").exists()
+
+
+@pytest.mark.one_cell
+def test_a_finished_drafter_is_not_overwritten(tmp_path, whole, monkeypatch):
+    no_work(monkeypatch)
     shutil.copytree(whole / "drafter", tmp_path / "r" / "drafter")
     with pytest.raises(ConfigError, match="is the drafter of an earlier run: give another train.run_dir"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
 
 
 @pytest.mark.one_cell
-def test_one_training_at_a_time(tmp_path):
+def test_one_training_at_a_time(tmp_path, monkeypatch):
+    no_work(monkeypatch)
     with only_process(tmp_path), pytest.raises(ConfigError, match="is being written by another process"):
         trainer.fit(tiny_run.tiny_run(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.one_cell
@@ -698,7 +711,8 @@ def test_rows_longer_than_the_context_are_refused(tmp_path):
 
 
 @pytest.mark.one_cell
-def test_heldout_prompts_are_not_trained_on(tmp_path):
+def test_heldout_prompts_are_not_trained_on(tmp_path, monkeypatch):
+    no_work(monkeypatch)
     config = tiny_run.tiny_run(tmp_path / "r")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=config.data.train))
     with pytest.raises(ConfigError, match="which is trained on: hold other prompts out"):
@@ -706,7 +720,17 @@ def test_heldout_prompts_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.one_cell
-def test_a_target_without_tokenizer(tmp_path):
+def test_a_target_is_described_without_its_weights(tmp_path):
+    """From the small files alone, it is what loading gives."""
+    shutil.copytree(target_folder(), tmp_path / "t", ignore=shutil.ignore_patterns("*.safetensors"))
+    described = describe_text_target(tmp_path / "t", "float32")
+    assert (described.config, described.params) == (tiny_target().config, None)
+    assert described.tokenizer.encode_chat([user("a")]) == tiny_target().tokenizer.encode_chat([user("a")])
+
+
+@pytest.mark.one_cell
+def test_a_target_without_tokenizer(tmp_path, monkeypatch):
+    no_work(monkeypatch)
     folder = tmp_path / "t"
     shutil.copytree(target_folder(), folder)
     (folder / "tokenizer.json").unlink()
