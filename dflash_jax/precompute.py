@@ -186,10 +186,11 @@ def _write(
                             slots = slice(start, start + length)
                             shard.write(name, codes_BTM[row, slots], None if scales_BTN is None else scales_BTN[row, slots])
                     bar.update()
+                    end = step + 1
                     if asked := stop.asked():
                         break
-                shard.seal(step + 1)
-            if asked and step != missing[-1]:
+                shard.seal(end)
+            if asked and end <= missing[-1]:
                 return stop.status
     return 0
 
