@@ -56,26 +56,31 @@ def collectives(text: str) -> dict[str, Sent]:
     """Collectives of a compiled program (`compiled.as_text()`), by kind.
 
     One in a loop counts as often as the loop runs; a loop whose length only the run decides (decoding) counts as one round.
+    TPUs spread one over fusions (also in a later loop) beside whose work it runs: they share its channel, and it counts once.
     """
     program = computations(text)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
-    def walk(name: str, times: int) -> None:
+    def walk(name: str, times: int, seen: set[str]) -> None:
         for instruction in program.get(name, ()):
             opcode = instruction.opcode.removesuffix("-done")  # an asynchronous one is counted where its result is complete
+            channel = re.search(r"channel_id=(\d+)", instruction.rest)
             if opcode in COLLECTIVES:
+                if channel and channel[1] in seen:
+                    continue
+                seen |= {channel[1]} if channel else set()
                 arrays = _ARRAY.findall(instruction.result)
                 found[opcode][0] += times * len(arrays)
                 found[opcode][1] += times * sum(_bytes(*array) for array in arrays)
             elif opcode == "while":
                 (body,) = re.findall(r"body=(%[\w.-]+)", instruction.rest)
-                walk(body, times * _trips(instruction.rest, program))
+                walk(body, times * _trips(instruction.rest, program), set(seen))
             elif not instruction.opcode.endswith(("-done", "-update")):
                 for one, several in _CALLED.findall(instruction.rest):
                     for called in [one] if one else several.split(", "):
-                        walk(called, times)
+                        walk(called, times, seen)
 
-    walk("ENTRY", 1)
+    walk("ENTRY", 1, set())
     return {kind: Sent(*found[kind]) for kind in COLLECTIVES if kind in found}
 
 

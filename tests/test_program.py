@@ -24,10 +24,12 @@ HloModule jit_step, entry_computation_layout={()->f32[]}
 }
 
 %inner_body (p: (s32[])) -> (s32[]) {
+  %late = bf16[64] fusion(%p), kind=kCustom, calls=%end
   ROOT %sums = (f32[4]{0}, f32[2,2]{1,0}, pred[3]) all-reduce(%a, %b, %c), to_apply=%add
 }
 
 %outer_body (p: (s32[])) -> (s32[]) {
+  %early = bf16[64] fusion(%p), kind=kCustom, calls=%begin
   ROOT %inner = (s32[]) while(%q), condition=%unknown, body=%inner_body, backend_config={"known_trip_count":{"n":"3"}}
 }
 
@@ -41,6 +43,16 @@ HloModule jit_step, entry_computation_layout={()->f32[]}
   ROOT %scattered = f32[8]{0} reduce-scatter(%p), dimensions={0}
 }
 
+%begin (p: bf16[8]) -> (bf16[8], bf16[64]) {
+  %part.1 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+  ROOT %begun = (bf16[8], bf16[64]) custom-call(%p, %part.1)
+}
+
+%end (p: bf16[8]) -> bf16[64] {
+  %part.2 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+  ROOT %ended = bf16[64] custom-call(%p, %part.2)
+}
+
 %likely (p: f32[2]) -> f32[2] {
   ROOT %moved = f32[2]{0} collective-permute(%p), source_target_pairs={{0,1}}
 }
@@ -51,6 +63,8 @@ ENTRY %main (a: f32[4,8]) -> f32[] {
   %start = (f32[4,8], f32[16,8]) all-gather-start(%a), dimensions={0}
   %done = f32[16,8]{1,0} all-gather-done(%start)
   %async = ((f32[8]), f32[8], s32[]) async-start(%b), calls=%wrapped
+  %spread = (bf16[8], bf16[64]) fusion(%d), kind=kCustom, calls=%begin
+  %spread.1 = bf16[64] fusion(%spread), kind=kCustom, calls=%end
   %async.1 = f32[8] async-done(%async), calls=%wrapped
   ROOT %c = f32[2] conditional(%flag, %x, %y), branch_computations={%likely, %likely}
 }
@@ -59,7 +73,9 @@ ENTRY %main (a: f32[4,8]) -> f32[] {
 
 def test_collectives_are_counted_as_often_as_they_run():
     assert collectives(TEXT) == {
-        "all-gather": (5 + 1, 5 * 16 * 8 * 2 + 16 * 8 * 4),  # five times in bfloat16, and the finished one in float32
+        # five times in bfloat16, the finished one in float32, and two over two fusions each: one
+        # of them begins before the loop where it goes on
+        "all-gather": (5 + 1 + 2, 5 * 16 * 8 * 2 + 16 * 8 * 4 + 2 * 64 * 2),
         "all-reduce": (3 * 3, 3 * (16 + 16 + 3)),  # an unknown number of rounds counts once
         "reduce-scatter": (1, 8 * 4),
         "collective-permute": (2, 2 * 2 * 4),
