@@ -8,10 +8,10 @@ import pytest
 from tiny_folder import tiny_config
 
 import dflash_jax.__main__ as commands
-from dflash_jax.aot import Report, _described_drafter, _described_target
+from dflash_jax.aot import Report, _described_target
 from dflash_jax.cli import build_config, config_parser, run
 from dflash_jax.errors import ConfigError
-from dflash_jax.first_drafter import drafter_config
+from dflash_jax.first_drafter import described_drafter, drafter_config
 from dflash_jax.hf_drafter import config_to_json
 from dflash_jax.program import Sent
 
@@ -154,7 +154,7 @@ def test_a_loaded_drafter_is_described_by_its_own_config(options, tmp_path):
     target = _described_target(config)
     stored = drafter_config(build_config(parser.parse_args([*options[1:3], *SMALLER]), parser), target)
     (tmp_path / "config.json").write_text(json.dumps(config_to_json(stored, "bfloat16")), encoding="utf-8")
-    drafter = _described_drafter(config, target)
+    drafter = described_drafter(config, target)
     assert (drafter.mlp_dim, drafter.num_draft_layers, drafter.dtype) == (MLP // 2, 2, "bfloat16")
     with pytest.raises(ConfigError, match=r"drafter\.num_draft_layers is 1, but the drafter of drafter\.path has 2"):
-        _described_drafter(loaded(), target)
+        described_drafter(loaded(), target)

@@ -16,7 +16,7 @@ import tiny_run
 from test_trainer import ctrl_c_is_heard, final_state, metrics_of  # noqa: F401, a fixture
 
 import dflash_jax.__main__ as commands
-from dflash_jax import feature_store, precompute, trainer
+from dflash_jax import feature_store, precompute, preflight, trainer
 from dflash_jax.config import to_json
 from dflash_jax.data import training_data
 from dflash_jax.errors import CheckpointError, ConfigError, DataError
@@ -41,7 +41,7 @@ TIMES = {"anchors_per_second", "tokens_per_second", "data_wait_share", "flops_pe
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    for module in (trainer, precompute):
+    for module in (preflight, precompute):
         monkeypatch.setattr(module, "make_mesh", lambda config: tiny_run.mesh())
 
 
@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 def online(tmp_path_factory):
     """Two epochs of two steps whose features are computed by the steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_mesh", lambda config: tiny_run.mesh())
+        patch.setattr(preflight, "make_mesh", lambda config: tiny_run.mesh())
         run_dir = tmp_path_factory.mktemp("online") / "r"
         assert trainer.fit(config_of(None, run_dir)) == 0
     return run_dir
@@ -371,7 +371,7 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
         make(tmp_path, features__dtype="int8")
     with pytest.raises(DataError, match="holds no target features for this run"):
         trainer.fit(config_of(tmp_path / "none", tmp_path / "r", train__features="cache"))
-    assert not (tmp_path / "r").exists()
+    assert not (tmp_path / "r" / "config.json").exists()
 
 
 def test_a_cache_is_not_begun_where_it_cannot_end(tmp_path, monkeypatch, computed, whole, capsys):

@@ -612,7 +612,7 @@ def no_work(monkeypatch):
     def work(*_, **__):
         raise AssertionError("this came too late")
 
-    monkeypatch.setattr(trainer, "ConversationDataset", work)
+    monkeypatch.setattr(trainer, "training_data", work)
     monkeypatch.setattr(trainer, "load_text_target", work)
 
 
