@@ -122,14 +122,13 @@ def test_anchored_in_bfloat16_is_close():
 @pytest.mark.parametrize("execution", [{}, {"anchor_chunk": 2, "remat": True}], ids=["whole", "chunks"])
 def test_a_block_depends_on_nothing_at_or_after_its_anchor_nor_on_other_blocks(execution):
     """Each block's gradient is exactly zero there, and not zero at what it may read. Anchors are closer than a block."""
-    anchors_BA, (q, *sources) = ANCHORS[:1], inputs(batch=1)
+    anchors_BA, (q, *sources) = jnp.asarray(ANCHORS[:1]), map(jnp.asarray, inputs(batch=1))
     weights = normal(3, (1, A, K, H, E))
 
     @jax.jit
     def gradient(which_A):
         def total(*sources):
-            fixed = jnp.asarray(q), *sources, jnp.asarray(anchors_BA)
-            out, entropy_BA = anchored_attention(*fixed, causal=False, window=None, dtype="float32", **execution)
+            out, entropy_BA = anchored_attention(q, *sources, anchors_BA, causal=False, window=None, dtype="float32", **execution)
             return ((out * weights).sum((2, 3, 4)) * which_A[None]).sum() + (entropy_BA * which_A[None]).sum()
 
         return jax.grad(total, argnums=(0, 1, 2, 3))(*sources)

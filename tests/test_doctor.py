@@ -550,7 +550,7 @@ def shipped():
     """Target, sample and drafter; a run of the same config and features is done once for all tests."""
     target = dj.load_target("smollm2-135m")
     rows = []
-    for prompt, text in zip(PROMPTS[:7], ANSWERS[:7], strict=True):
+    for prompt, text in zip(PROMPTS, ANSWERS, strict=False):
         encoded = target.tokenizer.encode_chat([{"role": "user", "content": prompt}])
         rows.append((encoded, target.tokenizer.encode(text)[:NEW_TOKENS]))
     tokens_BT = np.zeros((len(rows), max(len(prompt) + len(text) for prompt, text in rows)), np.int32)
