@@ -21,7 +21,7 @@ from dflash_jax.distributed import say
 from dflash_jax.errors import ConfigError
 from dflash_jax.feature_store import FORMAT, Layout, decode, open_store
 from dflash_jax.packing import documents
-from dflash_jax.sharding import BATCH, place_rows
+from dflash_jax.sharding import BATCH, collector, place_rows
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, target_features
 
@@ -105,7 +105,8 @@ class Memory(Features):
         self.width = (len(taps) + needs_hidden(config)) * target.config.hidden_size
         _check_memory(2 * dataset.report["tokens"] * self.width)
         self.kept: dict[int, np.ndarray] = {}
-        self.compute = jax.jit(lambda params, batch: target_features(target, params, batch, taps, needs_hidden(config)))
+        how = needs_hidden(config), collector(mesh, target.config.dtype)
+        self.compute = jax.jit(lambda params, batch: target_features(target, params, batch, taps, *how))
 
     def __call__(self, raw: Raw) -> jax.Array:
         taps_BTM = np.zeros((*raw["tokens_BT"].shape, self.width), ml_dtypes.bfloat16)

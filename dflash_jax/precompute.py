@@ -35,7 +35,7 @@ from dflash_jax.first_drafter import described_drafter, sample_batch
 from dflash_jax.hf import load_text_target
 from dflash_jax.lock import only_process
 from dflash_jax.packing import documents
-from dflash_jax.sharding import BATCH, collected, make_mesh
+from dflash_jax.sharding import BATCH, collector, make_mesh
 from dflash_jax.stop import StopRequests
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, place_batch, target_features
@@ -200,7 +200,7 @@ def _kept(
     params: Any, batch: Batch, sizes_M: Any, *, target: DenseTarget, taps: tuple[int, ...], last: bool, layout: Layout, mesh: Mesh
 ) -> Any:
     """What is kept of a batch: codes [B, T, M] and scales [B, T, N] or None."""
-    features_BTM = target_features(target, collected(params, mesh, target.config.dtype), batch, taps, last)
+    features_BTM = target_features(target, params, batch, taps, last, collector(mesh, target.config.dtype))
     return jax.lax.with_sharding_constraint(encode(features_BTM, layout, sizes_M), NamedSharding(mesh, BATCH))
 
 

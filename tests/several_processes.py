@@ -133,7 +133,7 @@ def agree(argv):
     from tiny_text import tiny_tokenizer
 
     from dflash_jax.cli import parse_config
-    from dflash_jax.distributed import from_main, initialize, is_main, text_from_main, wait_for_main
+    from dflash_jax.distributed import from_main, initialize, is_main, text_from_main, wait_for_all, wait_for_main
     from dflash_jax.errors import ConfigError
     from dflash_jax.records import open_records
     from dflash_jax.stop import StopRequests
@@ -162,6 +162,7 @@ def agree(argv):
                 os.kill(os.getpid(), signal.SIGTERM)
         told |= {"stopped": questions, "again": stop.asked(), "status": stop.status}
     print(json.dumps(told), flush=True)
+    wait_for_all("told")  # the failure ends the other at once
     if is_main():
         raise ConfigError("a planted error")
     wait_for_main("the other, which is gone")

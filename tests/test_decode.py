@@ -246,7 +246,8 @@ def test_context_is_projected_once_a_verified_token():
 
 @pytest.mark.one_cell
 def test_a_round_costs_the_same_however_many_there_were():
-    """The first rounds of a text against its last ones: stretches of one length, which a busy machine disturbs alike."""
+    """The first rounds of a text against its last ones: stretches of one length in turn, the median of their ratios, because one
+    stretch that a busy machine left alone says nothing of the others."""
     target, drafter = dense_target(), dense_drafter()
 
     def stretch(state, rounds):
@@ -254,13 +255,12 @@ def test_a_round_costs_the_same_however_many_there_were():
         state = decode(target.params, drafter.params, state, jnp.int32(rounds), target=target, drafter=drafter)
         return jax.block_until_ready(state), time.perf_counter() - before
 
-    early, late = [], []
+    ratios = []
     for _ in range(25):
         state, _ = start(target, drafter, [random_prompt(0, 4)], DecodeConfig(120), [])
-        state, seconds = stretch(jax.block_until_ready(state), 8)
-        early.append(seconds)
+        state, early = stretch(jax.block_until_ready(state), 8)
         state, _ = stretch(state, 80)
-        state, seconds = stretch(state, 8)
-        late.append(seconds)
+        state, late = stretch(state, 8)
+        ratios.append(late / early)
         assert int(state.rounds_B[0]) == 96
-    assert min(late) < 1.3 * min(early)
+    assert np.median(ratios) < 1.3
