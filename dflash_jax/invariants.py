@@ -18,9 +18,9 @@ from dflash_jax.objectives import Objective
 from dflash_jax.targets import DenseTarget
 from dflash_jax.verify import verify_block
 
-TARGET = TargetConfig("llama", 89, 32, 6, 4, 2, 8, 48, 1e-5, 256, RopeConfig())
+TARGET = TargetConfig("llama", 89, 32, 3, 4, 2, 8, 48, 1e-5, 256, RopeConfig())
 DRAFTER = DFlashConfig(
-    32, 32, 89, 6, 4.0, 4, 2, 8, 48, block_size=8, num_target_sampled_layers=2, num_draft_layers=3, mask_token_id=7
+    32, 32, 89, 3, 4.0, 4, 2, 8, 48, block_size=8, num_target_sampled_layers=2, num_draft_layers=2, mask_token_id=7
 )
 
 
