@@ -95,6 +95,18 @@ class Checkpoints:
             raise self._unwritten(step, error) from None
         self.saving = step, self.background.submit(self._seal_up, step, acceptance_length)
 
+    def is_measured(self, step: int) -> bool:
+        """Whether the acceptance length of this sealed checkpoint is known: a stop within an evaluation leaves one without."""
+        self.wait()
+        return bool(from_main(self._seal(step).get("acceptance_length") is not None))
+
+    def measure(self, step: int, acceptance_length: float) -> None:
+        """Note what a sealed checkpoint was measured to have since."""
+        self.wait()
+        if is_main():
+            self._write_seal(step, self._seal(step), acceptance_length)
+        wait_for_all("measured")
+
     def check(self) -> None:
         """Raises the `CheckpointError` of a save in the background that has failed; waits for nothing."""
         if self.saving is not None and self.saving[1].done():
@@ -165,11 +177,19 @@ class Checkpoints:
         self.checkpointer.wait_until_finished()
         if is_main():
             folder = self.folder / str(step)
-            seal = {"acceptance_length": acceptance_length, "measured_on": self.measured_on, "files": _checksums(folder)}
-            beside = folder / f"{SEAL}.new"
-            beside.write_text(json.dumps(seal, indent=0) + "\n", encoding="utf-8")
-            beside.rename(beside.with_name(SEAL))
-            self._delete(self._steps() - self._kept())
+            self._write_seal(step, {"files": _checksums(folder)}, acceptance_length)
+            try:
+                self._delete(self._steps() - self._kept())
+                for left in self.folder.glob("*.orbax-checkpoint-tmp*"):  # by kills; no other save is on its way
+                    shutil.rmtree(left)
+            except OSError as error:  # the checkpoint itself is whole
+                _warn(f"what is no longer kept in {self.folder} could not be deleted ({error})")
+
+    def _write_seal(self, step: int, seal: dict[str, Any], acceptance_length: float | None) -> None:
+        beside = self.folder / str(step) / f"{SEAL}.new"
+        measured = {"acceptance_length": acceptance_length, "measured_on": self.measured_on}
+        beside.write_text(json.dumps(seal | measured, indent=0) + "\n", encoding="utf-8")
+        beside.rename(beside.with_name(SEAL))
 
     def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(

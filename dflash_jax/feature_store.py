@@ -231,10 +231,14 @@ class FeatureStore:
         return found
 
 
-def store_folder(config: FeaturesConfig, made_from: dict[str, Any]) -> Path:
-    """Where the features that this decides are kept."""
+def check_folder(config: FeaturesConfig) -> None:
+    """Raises `ConfigError` for a folder that is none of this machine."""
     if "://" in config.folder:
         raise ConfigError(f"features.folder is {config.folder}: give a folder that is mounted on every host")
+
+
+def store_folder(config: FeaturesConfig, made_from: dict[str, Any]) -> Path:
+    """Where the features that this decides are kept."""
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     return Path(config.folder) / key
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from dflash_jax.config import Config, check_counts
 from dflash_jax.data import ConversationDataset, training_data
-from dflash_jax.distributed import from_main, initialize, is_main, say, wait_for_all
+from dflash_jax.distributed import check_shared, from_main, initialize, is_main, say, wait_for_all, wait_for_main
 from dflash_jax.errors import ConfigError, DataError
 from dflash_jax.feature_store import (
     MADE_FROM,
@@ -23,6 +23,7 @@ from dflash_jax.feature_store import (
     Layout,
     Shard,
     ShardWriter,
+    check_folder,
     encode,
     read_made_from,
     read_shard,
@@ -32,7 +33,7 @@ from dflash_jax.feature_store import (
 )
 from dflash_jax.features import layout_of, made_from, needs_hidden
 from dflash_jax.first_drafter import described_drafter, sample_batch
-from dflash_jax.hf import load_text_target
+from dflash_jax.hf import describe_text_target, load_text_target
 from dflash_jax.lock import only_process
 from dflash_jax.packing import documents
 from dflash_jax.sharding import BATCH, collector, make_mesh
@@ -61,16 +62,19 @@ def precompute(config: Config, check: bool = False) -> int:
 
 def _precompute(config: Config, check: bool, held: ExitStack) -> int:
     mesh = make_mesh(config.mesh)
+    check_folder(config.features)
+    described = describe_text_target(config.target.path, config.target.dtype)
+    taps = described_drafter(config, described.config).target_layer_ids
+    dataset = training_data(config, described, mesh)
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
-    dataset = training_data(config, target, mesh)
-    taps = described_drafter(config, target.config).target_layer_ids
     layout, source = layout_of(config, target, taps), made_from(config, target, taps, dataset)
     folder = store_folder(config.features, source)
     folder.mkdir(parents=True, exist_ok=True)
+    check_shared(folder, "features.folder")
     if is_main():
         held.enter_context(only_process(folder))
         _clear(folder, layout, check)
-    wait_for_all("cleared")
+    wait_for_main("cleared")
     shards, _ = sealed(folder, layout)
     if sum(len(shard.ids) for shard in shards) == len(dataset):
         say(f"the features of all {len(dataset)} conversations are in {folder}: nothing to do")

@@ -102,12 +102,21 @@ def identity(config: Config, drafter: DFlashConfig | None, steps: int | None, da
         parts["drafter"] = dataclasses.asdict(drafter)
     flat = {f"{section}.{name}": value for section, values in parts.items() for name, value in values.items()}
     flat |= {"steps": steps, "data": data}
-    unread = {name for name in ("steps", "data") if flat[name] is None} | ({"drafter.draft_token_ids"} if data is None else set())
+    unread = {name for name in ("steps", "data") if flat[name] is None}
+    if data is None:
+        unread |= {"drafter.draft_token_ids"}
+        if config.train.init == "loaded":  # what a drafter has of its own, its tensors say
+            unread |= {"drafter.own_embedding", "drafter.own_head"}
     return json.loads(json.dumps({name: value for name, value in flat.items() if name not in unread}))  # type: ignore[no-any-return]
 
 
 def _check_files(config: Config) -> None:
-    for name, path in (("train.run_dir", config.train.run_dir), ("data.records", config.data.records)):
+    folders = {
+        "train.run_dir": config.train.run_dir,
+        "data.records": config.data.records,
+        "features.folder": config.features.folder,
+    }
+    for name, path in folders.items():
         if "://" in path:
             raise ConfigError(f"{name} is {path}: give a folder that is mounted on every host")
     heldout = [] if config.data.heldout == [PACKAGED] else expand_files(config.data.heldout, "data.heldout")

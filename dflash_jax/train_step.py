@@ -85,7 +85,8 @@ def target_features(
     params = jax.lax.stop_gradient(params)
     if isinstance(target, PackableTarget):
         starts_BT = document_starts(batch.doc_BT) if batch.doc_BT is not None else jnp.zeros_like(batch.tokens_BT)
-        hidden_BTD, taps_BTM = target.read_documents(params, batch.tokens_BT, starts_BT, taps, collect)
+        how = {} if collect is None else {"collect": collect}  # targets of others need it on such meshes only
+        hidden_BTD, taps_BTM = target.read_documents(params, batch.tokens_BT, starts_BT, taps, **how)
         return jax.lax.stop_gradient(jnp.concatenate([taps_BTM, hidden_BTD], axis=-1) if last else taps_BTM)
     if batch.doc_BT is not None:
         raise ConfigError(

@@ -168,7 +168,12 @@ class _Loop:
         ):
             self.free_since = time.perf_counter()
             cut = False
-            while step < self.steps and not stop.asked():
+            if self._evaluation_due(step) and not self.checkpoints.is_measured(step):  # it was stopped within that evaluation
+                tau = self._evaluate(step, state, stop)
+                cut = tau is None
+                if tau is not None:
+                    self.checkpoints.measure(step, tau)
+            while not cut and step < self.steps and not stop.asked():
                 self.checkpoints.check()
                 asked = time.perf_counter()
                 raw = next(self.iterator)
@@ -183,7 +188,7 @@ class _Loop:
                 profile.after(step, metrics)
                 self.bar.update()
                 due = step == self.steps
-                evaluate = bool(self.heldout.prompts) and (due or step % train.eval_every == 0)
+                evaluate = self._evaluation_due(step)
                 if due or evaluate or step % train.save_every == 0:  # never save a state whose loss has not been seen to be finite
                     self._note(*pending)
                     pending = None
@@ -217,6 +222,9 @@ class _Loop:
         if "loss" in line:
             shown = {"loss": f"{line['loss']:.3f}", "tau": f"{line['acceptance_length']:.2f}"}
             self.bar.set_postfix(shown | {"anchors/s": f"{line['anchors_per_second']:.0f}"})
+
+    def _evaluation_due(self, step: int) -> bool:
+        return bool(self.heldout.prompts) and step > 0 and (step == self.steps or step % self.config.train.eval_every == 0)
 
     def _evaluate(self, step: int, state: TrainState, stop: StopRequests) -> float | None:
         """The acceptance length on held-out prompts; None when someone asked to stop meanwhile."""

@@ -213,8 +213,11 @@ LEFTOVERS = {
 
 @pytest.mark.one_cell
 def test_what_a_kill_leaves_is_skipped_and_written_over(checkpoints, capsys):
+    (checkpoints.folder / "7.orbax-checkpoint-tmp").mkdir()  # of a save that a kill cut short
     for step in (1, 2):
         save(checkpoints, filled(step), DATA, IDENTITY, CONFIG)
+    checkpoints.wait()
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["1", "2"]
     for kill in LEFTOVERS.values():
         kill(folder_of(checkpoints, 2))
         assert checkpoints.newest == 1

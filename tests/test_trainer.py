@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tiny_run
+from tiny_models import DRAFTER
 from tiny_run import MASK, STOP, assistant, drafter_folder, leaves, target_folder, tiny_target, user, write_lines
 
 from dflash_jax import heldout, preflight, trainer
@@ -311,6 +312,10 @@ def test_sigterm_within_an_evaluation(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "r" / "checkpoints" / "3" / "seal.json").read_text())["acceptance_length"] is None
     assert not any("eval_acceptance_length" in line for line in metrics_of(tmp_path / "r"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    changes = {"data__heldout": [prompts], "train__eval_every": 3, "train__resume": True}
+    assert trainer.fit(tiny_run.tiny_run(tmp_path / "r", **changes)) == 0
+    measured = [line["step"] for line in metrics_of(tmp_path / "r") if "eval_acceptance_length" in line]
+    assert measured == [3, 4], "what was cut is made up for"
 
 
 @pytest.mark.one_cell
@@ -736,3 +741,12 @@ def test_a_target_without_tokenizer(tmp_path, monkeypatch):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer: text needs one, so add tokenizer\.json"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", target__path=str(folder)))
+
+
+def test_what_only_tensors_say_is_not_compared_before_they_are_read():
+    """Else a run from a drafter with tables of its own, which its config.json need not mention, could never be resumed."""
+    config = Config(train=dataclasses.replace(Config().train, init="loaded"))
+    drafter = dataclasses.replace(DRAFTER, own_embedding=True)
+    early, late = (preflight.identity(config, drafter, 4, data) for data in (None, "rows"))
+    assert {"drafter.own_embedding", "drafter.own_head", "drafter.draft_token_ids"} == set(late) - set(early) - {"data"}
+    assert late["drafter.own_embedding"] is True
