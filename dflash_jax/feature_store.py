@@ -166,10 +166,14 @@ def sealed(folder: Path, layout: Layout) -> tuple[list[Shard], dict[str, str]]:
             have, want = path.stat().st_size, sum(shard.lengths) * layout.token_bytes
             if have != want:
                 raise ValueError(f"{have} bytes, not the {want} written")
+            if shard.first != int(named[1]):
+                raise ValueError("it is another shard, copied")
         except FileNotFoundError:
             faults[path.name] = "it is missing"
         except (OSError, ValueError) as error:
             faults[path.name] = str(error)
+        except TypeError:  # what a seal holds, but not of a shard
+            faults[path.name] = OTHER_BYTES
         else:
             whole.setdefault((named[1], int(named[2])), []).append(shard)
     together = [shards for (_, processes), shards in whole.items() if len(shards) == processes]
@@ -194,7 +198,7 @@ def _document(folder: Path, layout: Layout, shard: Shard, index: int, start: int
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {MAKE} makes it again if it is gone") from None
     if _crc(shard.ids[index], data) != shard.crcs[index]:
-        raise DataError(f"{path} is damaged (conversation {shard.ids[index]}): delete it, and {MAKE} makes that shard again")
+        raise DataError(f"{path} is damaged (conversation {shard.ids[index]}): {MAKE} and --check makes that shard again")
     return data
 
 

@@ -112,7 +112,7 @@ def _clear(folder: Path, layout: Layout, check: bool) -> None:
         print(f"warning: the shard {folder / name} is damaged ({fault}): it is made again", file=sys.stderr, flush=True)
     kept = {Path(shard.name).stem for shard in shards if shard.name not in faults}
     for path in folder.iterdir():
-        if path.name != MADE_FROM and path.stem not in kept:
+        if path.is_file() and path.name != MADE_FROM and path.stem not in kept:
             path.unlink()
 
 

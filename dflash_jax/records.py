@@ -117,8 +117,9 @@ def open_records(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> R
 
     The first process decides which they are, and writes them while the others wait: these need not even have the text. They are
     made again when a file (its path, size or date), the tokenizer, its template or `max_length` changes, and those of the files as
-    they were go then, unless a run still reads them. A folder appears whole or not at all; what a killed process has left is begun
-    again. Raises `DataError` (file and line where there is one), and `ConfigError` where processes do not share `config.records`.
+    they were go then, unless a run on this host still reads them. A folder appears whole or not at all; what a killed process has
+    left is begun again. Raises `DataError` (file and line where there is one), and `ConfigError` where processes do not share
+    `config.records`.
     """
     root, key = Path(config.records), ""
     if is_main():

@@ -308,10 +308,21 @@ def flipped(path):
     path.write_bytes(data)
 
 
+def another(path):
+    for end in (".features", ".json"):
+        shutil.copy(path.with_name("00000000-0of1").with_suffix(end), path.with_suffix(end))
+
+
 DAMAGE = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), False, r"\d+ bytes, not the \d+ written"),
     "gone": (lambda path: path.unlink(), False, "it is missing"),
     "seal": (lambda path: path.with_suffix(".json").write_text("{}"), False, "other bytes than were written"),
+    "seal of something else": (
+        lambda path: feature_store.write_whole(path.with_suffix(".json"), {"a": 1}),
+        False,
+        "other bytes than were written",
+    ),
+    "another's": (another, False, "it is another shard, copied"),
     "flipped": (flipped, True, "other bytes than were written"),
 }
 
