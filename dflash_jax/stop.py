@@ -18,8 +18,8 @@ class StopRequests:
     A signal only sets a flag, because within a step the old state is already donated and the new one not yet ours. Several
     processes stop at the same place whichever of them was told (a pod's host that is taken away gets SIGTERM): JAX's preemption
     service hears SIGTERM and makes them agree, and Ctrl-C becomes a SIGTERM to ourselves.
-    A second Ctrl-C ends the run once a save that is on its way is whole. Where Ctrl-C is ignored, or in another thread than the main
-    one, nothing changes.
+    A second Ctrl-C ends the run once a save that is on its way is whole. Where Ctrl-C is ignored, or in another thread than the
+    main one, nothing changes.
     """
 
     def __enter__(self) -> "StopRequests":
