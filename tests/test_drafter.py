@@ -11,7 +11,7 @@ import pytest
 import reference
 from tiny_models import BLOCK, DRAFTER, HIDDEN, MASK, TAPS, VOCAB, dense_drafter, dense_target
 
-from dflash_jax.drafter import Drafter, Execution
+from dflash_jax.drafter import Drafter, DraftLayer, Execution
 
 pytestmark = pytest.mark.one_cell
 
@@ -177,6 +177,22 @@ def test_dropout():
         np.testing.assert_allclose(np.unique(x), [0, 1 / 0.6], rtol=1e-6)
         assert abs(x.mean() - 1) < 0.07
         assert all((x != y).mean() > 0.3 for y in draws[:i])
+
+
+def test_every_layer_drops_in_places_of_its_own(monkeypatch):
+    """Place p in place of a mask multiplies by 1 + p, which is what other output kernels would do."""
+    drafter = dense_drafter()
+    taps, block = inputs(drafter)
+
+    def scaled(path, x):
+        name = jax.tree_util.keystr(path)
+        layer, part = "['layers'][1]" in name, ["'o_proj'" in name, "'down_proj'" in name]
+        return x * (1 + 2 * layer + part.index(True)) if any(part) else x
+
+    wanted, _ = run(Drafter(drafter.config, jax.tree_util.tree_map_with_path(scaled, drafter.params)), taps, block)
+    monkeypatch.setattr(DraftLayer, "_drop", lambda self, x, execution, place: x * jnp.asarray(1 + place, jnp.float32))
+    jitted = jax.jit(lambda params, *rows: drafter.forward(params, *rows, Execution())[0])
+    np.testing.assert_allclose(jitted(drafter.params, taps, ANCHORS, block), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_as_a_static_argument_it_stands_for_its_config():
