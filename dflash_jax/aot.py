@@ -23,6 +23,7 @@ from dflash_jax.data import check_sizes
 from dflash_jax.decode import decode, prefill, prefill_lengths
 from dflash_jax.drafter import Drafter, abstract_drafter
 from dflash_jax.errors import ConfigError
+from dflash_jax.features import layout_of
 from dflash_jax.first_drafter import described_drafter
 from dflash_jax.generate import STOP_SLOTS
 from dflash_jax.gguf import embedded_model_path, read_gguf
@@ -182,8 +183,8 @@ def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh
     step: Any = make_train_step(config, target, Drafter(drafter, None), tx, mesh)
     state = abstract_state(drafter, tx, mesh, config.optim.ema > 0)
     # kept features come from a program of their own
-    width = len(sizes_M) + (target.config.hidden_size if config.train.loss != "ce" else 0)
-    batch, taps = abstract_batch(config, length, width if config.train.features != "online" else 0, mesh)
+    kept = layout_of(config, target, drafter.target_layer_ids)
+    batch, taps = abstract_batch(config, length, kept.numbers if config.train.features != "online" else 0, mesh)
     micro, anchors = config.optim.accumulation, config.train.anchors_per_row
     name = f"train step ({rows} rows of {length} in {micro} micro-batches, {anchors} blocks of {drafter.block_size} a row)"
     arguments = {"target": target.params, "drafter": state.params, "optimizer": state.opt_state, "batch": (batch, taps)}

@@ -42,6 +42,11 @@ class Layout(NamedTuple):
     dtype: FeatureDtype
 
     @property
+    def numbers(self) -> int:
+        """M: numbers of a token."""
+        return self.parts * self.width
+
+    @property
     def token_bytes(self) -> int:
         return self.parts * (2 * self.width if self.dtype == "bfloat16" else self.width + 4)
 

@@ -102,7 +102,7 @@ class Memory(Features):
         self, config: Config, mesh: Mesh, target: DenseTarget, taps: tuple[int, ...], dataset: ConversationDataset
     ) -> None:
         self.mesh, self.params, self.buckets = mesh, target.params, config.data.buckets
-        self.width = (len(taps) + needs_hidden(config)) * target.config.hidden_size
+        self.width = layout_of(config, target, taps).numbers
         _check_memory(2 * dataset.report["tokens"] * self.width)
         self.kept: dict[int, np.ndarray] = {}
         how = needs_hidden(config), collector(mesh, target.config.dtype)

@@ -101,6 +101,8 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
 def _clear(folder: Path, layout: Layout, check: bool) -> None:
     """Remove what is not whole: what kills have left, and, said by name, what was damaged since."""
     described = (folder / MADE_FROM).exists() and bool(read_made_from(folder))  # else the shards mean nothing
+    if not described and any(folder.glob("*.features")):
+        print(f"warning: {folder / MADE_FROM} is missing: all shards there are made again", file=sys.stderr, flush=True)
     shards, faults = sealed(folder, layout) if described else ([], {})
     for shard in shards if check else ():
         try:

@@ -89,7 +89,7 @@ def _fit(config: Config, run: Described, checkpoints: Checkpoints) -> int:
     say("\n".join([*replicated_dimensions(state.params, mesh), f"mesh: {dict(mesh.shape)}"]))
     if int(state.step) < steps:
         kept = layout_of(config, target, drafter.config.target_layer_ids)
-        given = kept.parts * kept.width if config.train.features != "online" else 0
+        given = kept.numbers if config.train.features != "online" else 0
         batch = abstract_batch(config, max(dataset.widths()), given, mesh)
         cost = step_cost(train_step, state, target.params, *batch)
         say(memory_estimate(target.params, state, cost))

@@ -352,6 +352,15 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path, computed, whole, targ
     assert contents(tmp_path) == contents(whole)
 
 
+def test_shards_that_nothing_describes_are_made_again_aloud(tmp_path, computed, whole, capsys):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (cache,) = tmp_path.iterdir()
+    (cache / "made_from.json").unlink()
+    assert make(tmp_path) == 0
+    assert len(computed) > 1
+    assert re.search(r"warning: \S+made_from\.json is missing: all shards there are made again", capsys.readouterr().err)
+
+
 def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
     """Each difference by name, the nearest cache, and how it is made; also what is only half there, before anything is written."""
     mesh = tiny_run.mesh()
