@@ -235,7 +235,7 @@ def commit(state: DecodeState, tokens_BK: Int[Array, "B K"], tau_B: Int[Array, "
     return state, emitted_B
 
 
-def _booked(state: DecodeState, verified: Verified, drafted: int) -> DecodeState:
+def booked(state: DecodeState, verified: Verified, drafted: int) -> DecodeState:
     """`commit`, and the counts of a round that drafted so many tokens a row."""
     live_B = ~state.done_B
     state, emitted_B = commit(state, verified.tokens_BK, verified.tau_B)
@@ -293,7 +293,7 @@ def decode(
             unread = tuple(jax.lax.dynamic_update_slice_in_dim(x, new, rounds, 1) for x, new in zip(unread, context, strict=True))
         else:
             state = with_context(draft_params, state, drafter, *context)
-        return rounds + 1, _booked(state, verified, draft_BJ.shape[1]), unread
+        return rounds + 1, booked(state, verified, draft_BJ.shape[1]), unread
 
     _, state, unread = jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state, unread))
     return with_context(draft_params, state, drafter, *unread) if plain else state
