@@ -56,6 +56,11 @@ $(VENV)/.oracle: $(VENV)/.installed
 	$(PIP) --no-deps dflash==0.1.0 hs-connectors==0.9.0 speculators==0.9.0 specforge==0.2.0
 	@touch $@
 
+# The compiler for TPUs: half a gigabyte, and only for Linux on x86-64. What is tested with it needs no TPU.
+$(VENV)/.libtpu: $(VENV)/.installed
+	$(PIP) --editable ".[tpu]"
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/python serve.py --config configs/smollm2_135m.yaml --target.dtype bfloat16 --compare $(DEMO_PROMPTS)
 

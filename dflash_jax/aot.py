@@ -41,6 +41,13 @@ from dflash_jax.train_step import abstract_batch, abstract_state, make_train_ste
 
 GIB = 2**30
 EXAMPLES = "v5e:4x4, v5p:2x2x2, v6e:2x4 or cpu:8"
+WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""environment in which libtpu only compiles: it neither looks for a TPU nor for this host's place among others, nor locks it"""
 Programs = Literal["train", "decode", "both"]
 
 
@@ -57,7 +64,8 @@ class Report:
     """bytes: arguments, outputs, aliased (outputs that take an argument's place), temporaries, code, unread (held, but not read by
     this program); total"""
     product_flops: int
-    """in matrix products, loops counted in full (a decoding loop: one round); the whole program's, divided by the devices"""
+    """in matrix products, loops counted in full (a decoding loop: one round); the whole program's, divided by the devices that
+    share its work: rows that are decoded are the same on all parts of `data`"""
     compiler: dict[str, float]
     """flops and bytes accessed as the compiler counts them: the body of a loop once"""
     sent: dict[str, Sent]
@@ -122,8 +130,7 @@ def topology_devices(topology: str) -> list[Any]:
         raise ConfigError(
             f"--topology {topology} needs TPU's compiler: run `pip install 'dflash_jax[tpu]'` (no TPU is needed), or give cpu:N"
         )
-    # No TPU is asked for, so libtpu must neither look for one nor lock it.
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+    for name, value in WITHOUT_TPU.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
@@ -165,14 +172,15 @@ def _reports(
     prompts = (integers(rows, padded), integers(rows), integers(rows), integers(rows, STOP_SLOTS))
     traced = prefill.trace(target.params, params, *prompts, None, block_size=block, capacity=capacity, **models)
     arguments = {"target": target.params, "drafter": params}
-    report, compiled = _compiled(f"prefill ({rows} rows of {padded})", traced, arguments, mesh)
+    sharing = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    report, compiled = _compiled(f"prefill ({rows} rows of {padded})", traced, arguments, mesh, sharing)
     yield report
     state = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), traced.out_info, compiled.output_shardings
     )
     traced = decode.trace(target.params, params, state, integers(), **models)
     arguments["caches"] = (state.target_cache, state.draft_cache)
-    yield _compiled(f"decode chunk ({rows} rows, blocks of {block}, caches of {capacity})", traced, arguments, mesh)[0]
+    yield _compiled(f"decode chunk ({rows} rows, blocks of {block}, caches of {capacity})", traced, arguments, mesh, sharing)[0]
 
 
 def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh: Mesh) -> Report:
@@ -188,10 +196,10 @@ def _train_step(config: Config, target: DenseTarget, drafter: DFlashConfig, mesh
     micro, anchors = config.optim.accumulation, config.train.anchors_per_row
     name = f"train step ({rows} rows of {length} in {micro} micro-batches, {anchors} blocks of {drafter.block_size} a row)"
     arguments = {"target": target.params, "drafter": state.params, "optimizer": state.opt_state, "batch": (batch, taps)}
-    return _compiled(name, step.trace(state, target.params, batch, taps), arguments, mesh)[0]
+    return _compiled(name, step.trace(state, target.params, batch, taps), arguments, mesh, mesh.size)[0]
 
 
-def _compiled(name: str, traced: Any, arguments: dict[str, Any], mesh: Mesh) -> tuple[Report, Any]:
+def _compiled(name: str, traced: Any, arguments: dict[str, Any], mesh: Mesh, sharing: int) -> tuple[Report, Any]:
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
     compiled = traced.lower(lowering_platforms=(platform,)).compile()
@@ -208,7 +216,7 @@ def _compiled(name: str, traced: Any, arguments: dict[str, Any], mesh: Mesh) -> 
     memory["unread"] = max(sum(by_kind.values()) - memory["arguments"], 0)  # the target's layers above its last tap
     memory["total"] = sum(memory.values()) - 2 * memory["aliased"]
     counted = {kind: float(cost.get(kind, 0.0)) for kind in ("flops", "bytes accessed")}
-    flops = product_flops(traced.jaxpr.jaxpr) // mesh.size
+    flops = product_flops(traced.jaxpr.jaxpr) // sharing
     return Report(name, seconds, by_kind, memory, flops, counted, collectives(compiled.as_text())), compiled
 
 

@@ -56,7 +56,8 @@ def collectives(text: str) -> dict[str, Sent]:
     """Collectives of a compiled program (`compiled.as_text()`), by kind.
 
     One in a loop counts as often as the loop runs; a loop whose length only the run decides (decoding) counts as one round.
-    TPUs spread one over fusions (also in a later loop) beside whose work it runs: they share its channel, and it counts once.
+    TPUs spread one over fusions (also in a later loop) beside whose work it runs: those parts share a chain, and it counts once. A
+    channel says nothing: all calls of one jitted function (a layer) share theirs.
     """
     program = computations(text)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -64,11 +65,11 @@ def collectives(text: str) -> dict[str, Sent]:
     def walk(name: str, times: int, seen: set[str]) -> None:
         for instruction in program.get(name, ()):
             opcode = instruction.opcode.removesuffix("-done")  # an asynchronous one is counted where its result is complete
-            channel = re.search(r"channel_id=(\d+)", instruction.rest)
+            chain = re.search(r'chain_id="(\d+)"', instruction.rest)
             if opcode in COLLECTIVES:
-                if channel and channel[1] in seen:
+                if chain and chain[1] in seen:
                     continue
-                seen |= {channel[1]} if channel else set()
+                seen |= {chain[1]} if chain else set()
                 arrays = _ARRAY.findall(instruction.result)
                 found[opcode][0] += times * len(arrays)
                 found[opcode][1] += times * sum(_bytes(*array) for array in arrays)

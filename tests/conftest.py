@@ -69,4 +69,4 @@ def pytest_terminal_summary(terminalreporter):
         line = f"oracle tests run: {sum('oracle' in r.keywords for r in reports)}"
     terminalreporter.write_line(line)
     if not HAS_LIBTPU:
-        terminalreporter.write_line("TPU compiler test NOT run: libtpu not installed (pip install libtpu, then pytest -m libtpu)")
+        terminalreporter.write_line("TPU compiler test NOT run: libtpu not installed (make .venv-3.12/.libtpu)")

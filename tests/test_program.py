@@ -44,12 +44,12 @@ HloModule jit_step, entry_computation_layout={()->f32[]}
 }
 
 %begin (p: bf16[8]) -> (bf16[8], bf16[64]) {
-  %part.1 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+  %part.1 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}, frontend_attributes={chain_id="3"}
   ROOT %begun = (bf16[8], bf16[64]) custom-call(%p, %part.1)
 }
 
 %end (p: bf16[8]) -> bf16[64] {
-  %part.2 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+  %part.2 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}, frontend_attributes={chain_id="3"}
   ROOT %ended = bf16[64] custom-call(%p, %part.2)
 }
 
@@ -58,6 +58,8 @@ HloModule jit_step, entry_computation_layout={()->f32[]}
 }
 
 ENTRY %main (a: f32[4,8]) -> f32[] {
+  %layer.1 = f32[6]{0} all-reduce(%a), channel_id=9, to_apply=%add
+  %layer.2 = f32[6]{0} all-reduce(%layer.1), channel_id=9, to_apply=%add
   %while.1 = (s32[], f32[4,8]) while(%init), condition=%condition.1, body=%body.1
   %while.2 = (s32[]) while(%init.2), condition=%unknown, body=%outer_body
   %start = (f32[4,8], f32[16,8]) all-gather-start(%a), dimensions={0}
@@ -76,7 +78,8 @@ def test_collectives_are_counted_as_often_as_they_run():
         # five times in bfloat16, the finished one in float32, and two over two fusions each: one
         # of them begins before the loop where it goes on
         "all-gather": (5 + 1 + 2, 5 * 16 * 8 * 2 + 16 * 8 * 4 + 2 * 64 * 2),
-        "all-reduce": (3 * 3, 3 * (16 + 16 + 3)),  # an unknown number of rounds counts once
+        # an unknown number of rounds counts once; two calls of one layer have one channel
+        "all-reduce": (3 * 3 + 2, 3 * (16 + 16 + 3) + 2 * 24),
         "reduce-scatter": (1, 8 * 4),
         "collective-permute": (2, 2 * 2 * 4),
     }

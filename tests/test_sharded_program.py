@@ -21,6 +21,7 @@ from flax import nnx
 from jax import NamedSharding, P
 from tiny_models import DRAFTER, TARGET
 
+from dflash_jax.aot import WITHOUT_TPU
 from dflash_jax.config import MeshConfig
 from dflash_jax.decode import decode, prefill
 from dflash_jax.drafter import Drafter, abstract_drafter
@@ -97,18 +98,19 @@ def test_on_four_cpu_devices():
 
 @pytest.mark.libtpu
 def test_qwen3_4b_on_four_tpus(monkeypatch):
-    """v5e, with libtpu's compiler; no TPU is needed. Several minutes on two cores.
+    """v5e, with libtpu's compiler; no TPU is needed. True widths, and one layer of each model: all layers are alike.
 
     Around the loop, once a call, it lays every cache out anew: positions outermost, which its updates want.
     """
-    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    for name, value in WITHOUT_TPU.items():
+        monkeypatch.setenv(name, value)
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    target = target_config(FIXTURES / "Qwen3-4B", "bfloat16")
+    target = dataclasses.replace(target_config(FIXTURES / "Qwen3-4B", "bfloat16"), num_layers=1)
     values = json.loads((FIXTURES / "Qwen3-4B-DFlash-b16" / "config.json").read_text(encoding="utf-8"))
-    drafter = dataclasses.replace(config_from_json(values, "config.json", target), dtype="bfloat16")
+    one = {"num_draft_layers": 1, "causal": (False,), "sliding_window": (None,), "target_layer_ids": (0,)}
+    drafter = config_from_json(values, "config.json", target_config(FIXTURES / "Qwen3-4B", "bfloat16"))
+    drafter = dataclasses.replace(drafter, num_target_layers=1, num_target_sampled_layers=1, dtype="bfloat16", **one)
     program, caches = compiled_decode(target, drafter, devices, 2304, "tpu")
     check(program, caches, target, drafter, 4 * (target.num_layers + drafter.num_draft_layers))
