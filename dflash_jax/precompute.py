@@ -91,6 +91,7 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
             )
         wait_for_all("described")
     status = _write(config, mesh, target, taps, layout, dataset, folder, shards)
+    wait_for_all("written")  # else a process that is gone, with its rows, would go unnoticed
     if status:
         say(f"stopped; what was computed is in {folder}, and the same command continues")
     else:
