@@ -34,7 +34,7 @@ from dflash_jax.feature_store import (
 from dflash_jax.features import layout_of, made_from, needs_hidden
 from dflash_jax.first_drafter import described_drafter, sample_batch
 from dflash_jax.hf import describe_text_target, load_text_target
-from dflash_jax.lock import only_process
+from dflash_jax.lock import own_folder
 from dflash_jax.packing import documents
 from dflash_jax.sharding import BATCH, collector, make_mesh
 from dflash_jax.stop import StopRequests
@@ -69,10 +69,10 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     layout, source = layout_of(config, target, taps), made_from(config, target, taps, dataset)
     folder = store_folder(config.features, source)
-    folder.mkdir(parents=True, exist_ok=True)
+    if is_main():
+        held.enter_context(own_folder(folder))
     check_shared(folder, "features.folder")
     if is_main():
-        held.enter_context(only_process(folder))
         _clear(folder, layout, check)
     wait_for_main("cleared")
     shards, _ = sealed(folder, layout)

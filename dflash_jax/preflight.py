@@ -19,7 +19,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.first_drafter import first_config
 from dflash_jax.heldout import PACKAGED, HeldOut, held_out
 from dflash_jax.hf import describe_text_target
-from dflash_jax.lock import only_process
+from dflash_jax.lock import own_folder
 from dflash_jax.metrics import check_board
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer
@@ -62,7 +62,7 @@ def describe(config: Config) -> Described:
 
 
 def open_run(config: Config, run: Described, held: ExitStack) -> Checkpoints:
-    """The checkpoints of the run folder, which is this run's alone while `held` lasts.
+    """The checkpoints of the run folder, which is this run's alone while `held` lasts. A run that writes nothing leaves no folder.
 
     Raises `ConfigError` when another run is at work in it or has left something there, or when processes do not share it, and
     `CheckpointError` when `train.resume` finds nothing to continue, or a run that would compute something else.
@@ -71,8 +71,7 @@ def open_run(config: Config, run: Described, held: ExitStack) -> Checkpoints:
     if config.train.resume and is_main() and not (run_dir / "checkpoints").is_dir():
         raise CheckpointError(f"{run_dir / 'checkpoints'} holds no checkpoint: start without --resume")
     if is_main():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held.enter_context(only_process(run_dir))
+        held.enter_context(own_folder(run_dir))
     check_shared(run_dir, "train.run_dir")
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep, run.heldout.name)
     held.callback(checkpoints.close)

@@ -150,9 +150,10 @@ def cached_in_parts(config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precompute, "SHARD_BYTES", 1)
-        with patch.context() as killing, pytest.raises(Killed):
+        with patch.context() as killing:
             killing.setattr(ShardWriter, "seal", sealing)
-            precompute.precompute(config)
+            with pytest.raises(Killed):
+                precompute.precompute(config)
         wait_for_all("both are gone")
         patch.setattr(precompute, "place_batch", lambda raw, mesh: (computed.append(None), place_batch(raw, mesh))[1])
         return precompute.precompute(config), len(computed)

@@ -391,7 +391,7 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
         make(tmp_path, features__dtype="int8")
     with pytest.raises(DataError, match="holds no target features for this run"):
         trainer.fit(config_of(tmp_path / "none", tmp_path / "r", train__features="cache"))
-    assert not (tmp_path / "r" / "config.json").exists()
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_cache_is_not_begun_where_it_cannot_end(tmp_path, monkeypatch, computed, whole, capsys):
@@ -401,7 +401,8 @@ def test_a_cache_is_not_begun_where_it_cannot_end(tmp_path, monkeypatch, compute
         patch.setattr(precompute.shutil, "disk_usage", lambda path: usage(1000))
         message = r"the features need 0\.00 GiB and .* has 0\.00: features\.dtype int8 takes 0\.00 GiB; free some space"
         with pytest.raises(ConfigError, match=message):
-            make(tmp_path)
+            make(tmp_path / "all" / "of" / "them")
+    assert not any(tmp_path.iterdir())
     tokens = sum(sum(json.loads(path.read_text())["content"]["lengths"]) for path in whole.glob("*/0*.json"))
     assert f"features: {tokens} tokens of 192 bytes (3 x 32 numbers, bfloat16): 0.00 GiB, 0.00 of them" in capsys.readouterr().out
     assert tokens * 192 == sum(path.stat().st_size for path in whole.glob("*/*.features"))

@@ -608,7 +608,8 @@ def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path, rows):
 def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1)
     with pytest.raises(ConfigError, match=r"train\.features memory needs more memory than there is: use online"):
-        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
+        trainer.fit(tiny_run.tiny_run(tmp_path / "runs" / "r", train__features="memory"))
+    assert not any(tmp_path.iterdir()), "not even a folder of runs, though all was loaded before"
 
 
 def no_work(monkeypatch):
@@ -685,7 +686,7 @@ def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: not valid JSON"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", data__train=[str(tmp_path / "bad.jsonl")]))
-    assert not (tmp_path / "r" / "config.json").exists()
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.one_cell
@@ -694,6 +695,7 @@ def test_a_finished_drafter_is_not_overwritten(tmp_path, whole, monkeypatch):
     shutil.copytree(whole / "drafter", tmp_path / "r" / "drafter")
     with pytest.raises(ConfigError, match="is the drafter of an earlier run: give another train.run_dir"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["drafter"]
 
 
 @pytest.mark.one_cell
