@@ -23,7 +23,7 @@ from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
-from dflash_jax.features import Memory
+from dflash_jax.features import Features, Memory
 from dflash_jax.first_drafter import first_config, first_drafter
 from dflash_jax.generate import generate
 from dflash_jax.hf import describe_text_target, load_drafter, save_drafter
@@ -478,6 +478,41 @@ def test_skipped_steps_are_counted_and_stop_a_run_only_when_they_go_on(tmp_path,
 
 
 @pytest.mark.one_cell
+def test_data_that_goes_bad_costs_no_step(tmp_path, monkeypatch, whole):
+    """Those done are saved, and once it is mended the run ends as if nothing had been. Where processes would have to save together
+    the last checkpoint stands."""
+    config = tiny_run.tiny_run(tmp_path / "r", train__save_every=100)
+
+    def spoiled_run(patch, processes):
+        reads = []
+
+        def read(self, raw):
+            reads.append(raw)
+            if len(reads) == 3:
+                raise DataError("x.features is damaged: make it again")
+            return raw
+
+        def taken(iterator):
+            try:
+                return next(iterator)
+            except DataError:
+                patch.setattr(jax, "process_count", lambda: processes)
+                raise
+
+        patch.setattr(Features, "read", read)
+        patch.setattr(trainer, "next", taken, raising=False)
+        trainer.fit(config)
+
+    for processes, message in ((2, r"make it again$"), (1, r"make it again; then --resume: step 2 is saved$")):
+        with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^x\.features is damaged: " + message):
+            spoiled_run(patch, processes)
+        assert (tmp_path / "r" / "checkpoints").exists() == (processes == 1)
+    assert saved(tmp_path / "r") == ["2"]
+    assert trainer.fit(dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))) == 0
+    assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
+
+
+@pytest.mark.one_cell
 def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch):
     """At the next step, not at the next save."""
 
@@ -646,6 +681,13 @@ def no_work(monkeypatch):
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
         ({"train__peak_tflops": -1.0}, ConfigError, r"train\.peak_tflops is -1\.0: it must be at least 0"),
         ({"train__run_dir": "gs://bucket/run"}, ConfigError, r"train\.run_dir is gs://bucket/run: give a folder that is mounted"),
+        ({"features__folder": " "}, ConfigError, r"features\.folder is empty: give a folder"),
+        ({"data__records": ""}, ConfigError, r"data\.records is empty: give a folder"),
+        (
+            {"train__features": "cache", "features__folder": "absent"},
+            DataError,
+            r"absent holds no target features for this run: `py",
+        ),
         ({"train__anchors_per_document": -1}, ConfigError, r"train\.anchors_per_document is -1: it must be at least 0"),
         ({"data__train": ["absent*.jsonl"]}, DataError, r"data\.train: absent\*\.jsonl matches no file"),
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
