@@ -31,6 +31,7 @@ from dflash_jax.progress import (
     first_time_estimate,
     last_words,
     mean_share,
+    measured_flops,
     memory_estimate,
     peak_flops,
     speed,
@@ -94,8 +95,11 @@ def _fit(config: Config, run: Described, checkpoints: Checkpoints) -> int:
         batch = abstract_batch(config, max(dataset.widths()), given, mesh)
         cost = step_cost(train_step, state, target.params, *batch)
         say(memory_estimate(target.params, state, cost))
-        peak = peak_flops(config, list(mesh.devices.flat))
-        say(first_time_estimate(cost.flops * mean_share(c, d, config, dataset.widths()), steps - int(state.step), peak))
+        devices = list(mesh.devices.flat)
+        peak = peak_flops(config, devices)
+        measured = measured_flops(d.dtype, devices) if peak is None else None
+        flops = cost.flops * mean_share(c, d, config, dataset.widths())
+        say(first_time_estimate(flops, steps - int(state.step), peak, measured))
     loop = _Loop(config, run, target, drafter, features, train_step, checkpoints, iterator, who, steps)
     state, finished = loop.run(state)
     if not finished:

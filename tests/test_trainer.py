@@ -22,9 +22,10 @@ from dflash_jax import heldout, preflight, trainer
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
+from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
 from dflash_jax.features import Features, Memory
-from dflash_jax.first_drafter import first_config, first_drafter
+from dflash_jax.first_drafter import drafter_config, first_config, first_drafter
 from dflash_jax.generate import generate
 from dflash_jax.hf import describe_text_target, load_drafter, save_drafter
 from dflash_jax.lock import only_process
@@ -615,6 +616,22 @@ def test_start_from_a_drafter(rows):
         for refusing in (functools.partial(*described), functools.partial(*whole)):
             with pytest.raises(ConfigError, match=message):
                 refusing()
+
+
+@pytest.mark.one_cell
+def test_start_from_a_drafter_of_another_width(tmp_path, rows):
+    """Its tables are its own; where config.json does not say so, as others write it, its tensors do."""
+    asked = dataclasses.replace(tiny_run.DRAFTER, draft_hidden_dim=16, own_embedding=True, own_head=True)
+    wide = drafter_config(Config(drafter=asked), tiny_target().config)
+    save_drafter(Drafter.random(jax.random.key(0), wide), tmp_path / "d")
+    values = json.loads((tmp_path / "d" / "config.json").read_text())
+    for name in ("own_embedding", "own_head"):
+        assert values["dflash_config"]["dflash_jax"].pop(name) is True
+    (tmp_path / "d" / "config.json").write_text(json.dumps(values))
+    assert start(rows, train__init="loaded", drafter__path=str(tmp_path / "d")).config.draft_hidden_dim == 16
+    (tmp_path / "d" / "config.json").write_text(json.dumps(values | {"vocab_size": 300}))
+    with pytest.raises(ConfigError, match=r"config\.json: .*(vocab_size is 300|own_embedding and own_head)"):
+        first_config(tiny_run.tiny_run("unused", train__init="loaded", drafter__path=str(tmp_path / "d")), tiny_target().config)
 
 
 @pytest.mark.one_cell
