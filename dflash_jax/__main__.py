@@ -61,7 +61,11 @@ def cache_command(argv: list[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="read all that is there first, and make again what is damaged")
     parsed = parser.parse_args(argv)
-    return precompute(build_config(parsed, parser), parsed.check)
+    try:
+        return precompute(build_config(parsed, parser), parsed.check)
+    except KeyboardInterrupt:
+        print("\nstopped; the shards that are whole are kept, and the same command continues")
+        return INTERRUPTED
 
 
 def bench_command(argv: list[str]) -> int:

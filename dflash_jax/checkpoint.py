@@ -10,6 +10,7 @@ import shutil
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,16 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names]), saved["data"]
 
     def close(self) -> None:
-        """Let a save that is on its way end. If it fails now, on the way out, that is a warning."""
+        """Let a save that is on its way end. If it fails now, on the way out, that is a warning. An empty folder goes."""
         try:
             self.wait()
         except CheckpointError as error:
             _warn(str(error))
         self.background.shutdown()
         self.checkpointer.close()
+        if is_main():
+            with suppress(OSError):  # it holds something
+                self.folder.rmdir()
 
     def _seal_up(self, step: int, acceptance_length: float | None) -> None:
         """In the background: once all processes have written, the first one seals, and deletes what is no longer kept."""

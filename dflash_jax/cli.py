@@ -97,7 +97,11 @@ def run(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     except BrokenPipeError:  # the reader of our output left
         status = 1
     except OSError as error:  # a full disk, a folder without permission: the message names the file
-        mend = ": free some space; training goes on with --resume, regenerate by itself" if error.errno == errno.ENOSPC else ""
+        mend = (
+            ": free some space; training goes on with --resume, regenerate and cache by themselves"
+            if error.errno == errno.ENOSPC
+            else ""
+        )
         print(f"error: {error}{mend}", file=sys.stderr)
         status = 1
     if status == 1 and jax.distributed.is_initialized():

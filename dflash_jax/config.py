@@ -319,6 +319,20 @@ def check_counts(config: Config) -> None:
             raise ConfigError(f"{name} is {value}: it must be below 2**32")
 
 
+def check_folders(config: Config) -> None:
+    """Raises `ConfigError` for a folder that has no name or is none of this machine."""
+    folders = {
+        "train.run_dir": config.train.run_dir,
+        "data.records": config.data.records,
+        "features.folder": config.features.folder,
+    }
+    for name, path in folders.items():
+        if not path.strip():
+            raise ConfigError(f"{name} is empty: give a folder")
+        if "://" in path:
+            raise ConfigError(f"{name} is {path}: give a folder that is mounted on every host")
+
+
 def to_json(config: Any) -> str:
     """A config dataclass as indented JSON."""
     return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=False) + "\n"

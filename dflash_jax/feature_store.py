@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8
 
 from dflash_jax.config import FeatureDtype, FeaturesConfig
-from dflash_jax.errors import ConfigError, DataError
+from dflash_jax.errors import DataError
 
 FORMAT = 1
 """raise it when other bytes would be made from the same target and text"""
@@ -107,7 +107,7 @@ class ShardWriter:
         self._documents: list[tuple[int, int, int]] = []
 
     def __enter__(self) -> "ShardWriter":
-        with self._tried():
+        with written(self.path):
             self.path.with_suffix(".json").unlink(missing_ok=True)  # of a shard that is made again
             self._file = open(self.path, "wb")
         return self
@@ -115,7 +115,7 @@ class ShardWriter:
     def write(self, name: int, codes_TM: np.ndarray, scales_TN: np.ndarray | None) -> None:
         """Append the features of the conversation with this id."""
         data = codes_TM.tobytes() + (b"" if scales_TN is None else scales_TN.tobytes())
-        with self._tried():
+        with written(self.path):
             self._file.write(data)
         self._documents.append((name, len(codes_TM), _crc(name, data)))
 
@@ -123,7 +123,7 @@ class ShardWriter:
         """Say that the shard is whole, up to the batch before `end`."""
         ids, lengths, crcs = zip(*self._documents, strict=True) if self._documents else ((), (), ())
         seal = {"first": self._first, "end": end, "ids": ids, "lengths": lengths, "crcs": crcs}
-        with self._tried():
+        with written(self.path):
             self._file.close()
             write_whole(self.path.with_suffix(".json"), seal)
 
@@ -131,15 +131,17 @@ class ShardWriter:
         with suppress(OSError):  # what could not be written was said
             self._file.close()
 
-    @contextmanager
-    def _tried(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be written ({error.strerror}): free some space and give the same command again, or give "
-                "another features.folder"
-            ) from None
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raises `DataError` where the system cannot write this file of a cache."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written ({error.strerror}): free some space and give the same command again, or give another "
+            "features.folder"
+        ) from None
 
 
 def write_whole(path: Path, content: Any) -> None:
@@ -240,12 +242,6 @@ class FeatureStore:
         return found
 
 
-def check_folder(config: FeaturesConfig) -> None:
-    """Raises `ConfigError` for a folder that is none of this machine."""
-    if "://" in config.folder:
-        raise ConfigError(f"features.folder is {config.folder}: give a folder that is mounted on every host")
-
-
 def store_folder(config: FeaturesConfig, made_from: dict[str, Any]) -> Path:
     """Where the features that this decides are kept."""
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
@@ -264,21 +260,32 @@ def read_made_from(folder: Path) -> dict[str, Any]:
 def open_store(config: FeaturesConfig, made_from: dict[str, Any], layout: Layout, ids_N: np.ndarray) -> tuple[FeatureStore, Any]:
     """The whole cache that a run needs, and the sizes that its int8 codes are multiplied with (None for bfloat16).
 
-    Raises `DataError` when there is none, naming what differs in the nearest one and the command that makes it.
+    Raises `DataError` when there is none (`check_store`), or it is damaged or not all there.
     """
     folder = store_folder(config, made_from)
-    if (folder / MADE_FROM).exists():
-        sizes = read_made_from(folder)["sizes"]
-        return FeatureStore(folder, layout, ids_N), None if sizes is None else np.asarray(sizes, np.float32)
+    if not (folder / MADE_FROM).exists():
+        check_store(config, made_from)
+    sizes = read_made_from(folder)["sizes"]
+    return FeatureStore(folder, layout, ids_N), None if sizes is None else np.asarray(sizes, np.float32)
+
+
+def check_store(config: FeaturesConfig, made_from: dict[str, Any]) -> None:
+    """Raises `DataError` unless some cache there was made from this, which may be a part of what decides the features. It names
+    what differs in the nearest one, and the command that makes it."""
     nearest: list[tuple[int, str]] = []
+    damaged: list[DataError] = []
     for other in sorted(Path(config.folder).glob(f"*/{MADE_FROM}")):
         try:
             there = read_made_from(other.parent)["made_from"]
-        except DataError as error:
-            print(f"warning: {error}", file=sys.stderr)
+        except DataError as fault:
+            damaged.append(fault)
             continue
         different = [
             f"{name}: {there.get(name)} there, {made_from[name]} now" for name in made_from if there.get(name) != made_from[name]
         ]
+        if not different:
+            return
         nearest.append((len(different), f"; the nearest, {other.parent}, differs ({', '.join(different)})"))
+    for error in damaged:
+        print(f"warning: {error}", file=sys.stderr)
     raise DataError(f"{config.folder} holds no target features for this run{min(nearest)[1] if nearest else ''}: {MAKE} makes them")

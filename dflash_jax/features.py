@@ -19,12 +19,15 @@ from dflash_jax.config import Config
 from dflash_jax.data import ConversationDataset
 from dflash_jax.distributed import say
 from dflash_jax.errors import ConfigError
-from dflash_jax.feature_store import FORMAT, Layout, decode, open_store
+from dflash_jax.feature_store import FORMAT, Layout, check_store, decode, open_store
+from dflash_jax.model_config import DFlashConfig, TargetConfig
 from dflash_jax.packing import documents
 from dflash_jax.sharding import BATCH, collector, place_rows
 from dflash_jax.targets import DenseTarget
 from dflash_jax.train_step import Batch, target_features
 
+TEXT = "data.train, data.max_length (tokens)"
+WEIGHTS = "target.path (weights and config)"
 Raw = dict[str, Any]
 """a batch of `ConversationDataset`"""
 
@@ -66,15 +69,26 @@ def needs_hidden(config: Config) -> bool:
 def made_from(config: Config, target: DenseTarget, taps: tuple[int, ...], dataset: ConversationDataset) -> dict[str, Any]:
     """All that decides the features of a conversation, under the names of what changes it. Not the rows in which they come: other
     rows change the last bits only."""
+    described = _described(config, target.config, taps)
+    return described | {WEIGHTS: fingerprint(target), TEXT: dataset.records.digest}
+
+
+def _described(config: Config, target: TargetConfig, taps: tuple[int, ...]) -> dict[str, Any]:
+    """Its parts that are known before text and weights are read."""
     return {
         "format": FORMAT,
-        "target.path (weights and config)": fingerprint(target),
-        "target.dtype": target.config.dtype,
+        "target.dtype": target.dtype,
         "drafter.target_layer_ids": list(taps),
         "train.loss (reads final hidden states)": needs_hidden(config),
         "features.dtype": config.features.dtype,
-        "data.train, data.max_length (tokens)": dataset.records.digest,
     }
+
+
+def check_cache(config: Config, target: TargetConfig, drafter: DFlashConfig | None, text: str | None = None) -> None:
+    """Raises `DataError` when the run would read a cache and by what is known none there can be its own: all but the target's
+    weights, which only reading every number tells apart, and before it is read the text (`text`: digest of its records)."""
+    if config.train.features == "cache" and drafter is not None:
+        check_store(config.features, _described(config, target, drafter.target_layer_ids) | ({TEXT: text} if text else {}))
 
 
 def fingerprint(target: DenseTarget) -> str:
@@ -146,6 +160,8 @@ class Cached(Features):
         source, self.mesh, self.layout = made_from(config, target, taps, dataset), mesh, layout_of(config, target, taps)
         self.store, sizes_M = open_store(config.features, source, self.layout, dataset.records.ids_N)
         self.identity = {"features": self.store.folder.name}
+        if sizes_M is not None:  # a cache that was made again may have measured others
+            self.identity |= {"features.sizes": hashlib.sha256(sizes_M.tobytes()).hexdigest()[:16]}
         say(f"features: {config.features.dtype}, read from {self.store.folder}")
         if sizes_M is not None:
             self.sizes_M = jax.device_put(sizes_M, NamedSharding(mesh, PartitionSpec()))

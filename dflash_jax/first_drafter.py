@@ -9,9 +9,9 @@ import jax
 from dflash_jax.config import Config, DrafterSource, read_json
 from dflash_jax.data import ConversationDataset
 from dflash_jax.drafter import Drafter, check_drafter_fits
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError, DFlashError
 from dflash_jax.hf import load_drafter
-from dflash_jax.hf_drafter import config_from_json, layout_of
+from dflash_jax.hf_drafter import Parts, config_from_json, layout_of
 from dflash_jax.hf_weights import model_folder
 from dflash_jax.model_config import DFlashConfig, TargetConfig, loss_decay_gamma
 from dflash_jax.sharding import mesh_of
@@ -112,13 +112,27 @@ def _described(asked: DrafterSource, target: TargetConfig, few: dict[str, Any]) 
     try:
         if layout_of(values, where) != "zlab":
             return None
-        loaded = config_from_json(values, where, target)
-        check_drafter_fits(loaded, target)
+        loaded = _fitting(values, where, target)
     except CheckpointError:  # without the tensors; loading says what is wrong, if anything is
         return None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return _as_asked(asked, loaded, few, {"own_embedding", "own_head"})
+
+
+def _fitting(values: dict[str, Any], where: str, target: TargetConfig) -> DFlashConfig:
+    """A config.json whose drafter fits the target, be it with tables of its own (another width needs them), which config.json need
+    not mention: its tensors tell."""
+    try:
+        loaded = config_from_json(values, where, target)
+        check_drafter_fits(loaded, target)
+    except ConfigError as error:
+        try:
+            loaded = config_from_json(values, where, target, Parts(own_embedding=True, own_head=True))
+            check_drafter_fits(loaded, target)
+        except DFlashError:
+            raise error from None
+    return loaded
 
 
 def _as_asked(asked: DrafterSource, loaded: DFlashConfig, changes: dict[str, Any], unknown: Set[str] = frozenset()) -> DFlashConfig:

@@ -32,6 +32,21 @@ def only_process(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold it as `only_process` does. Folders that were made go again if nothing was written into them: what is
+    refused leaves nothing behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_process(folder):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # one that holds something, and then those above it
+                for path in made:
+                    path.rmdir()
+
+
 def keep_for_reading(path: Path, reader: object) -> None:
     """Hold a file or folder, as other readers may too, so that `only_process` refuses it while the object `reader` lives."""
     if importlib.util.find_spec("fcntl") is None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from dflash_jax.config import Config, check_counts
+from dflash_jax.config import Config, check_counts, check_folders
 from dflash_jax.data import ConversationDataset, training_data
 from dflash_jax.distributed import check_shared, from_main, initialize, is_main, say, wait_for_all, wait_for_main
 from dflash_jax.errors import ConfigError, DataError
@@ -23,18 +23,18 @@ from dflash_jax.feature_store import (
     Layout,
     Shard,
     ShardWriter,
-    check_folder,
     encode,
     read_made_from,
     read_shard,
     sealed,
     store_folder,
     write_whole,
+    written,
 )
 from dflash_jax.features import layout_of, made_from, needs_hidden
 from dflash_jax.first_drafter import described_drafter, sample_batch
 from dflash_jax.hf import describe_text_target, load_text_target
-from dflash_jax.lock import only_process
+from dflash_jax.lock import own_folder
 from dflash_jax.packing import documents
 from dflash_jax.sharding import BATCH, collector, make_mesh
 from dflash_jax.stop import StopRequests
@@ -55,6 +55,7 @@ def precompute(config: Config, check: bool = False) -> int:
     them. Raises `ConfigError` when the disk is too small.
     """
     check_counts(config)
+    check_folders(config)
     initialize(config.distributed)
     with ExitStack() as held:
         return _precompute(config, check, held)
@@ -62,17 +63,16 @@ def precompute(config: Config, check: bool = False) -> int:
 
 def _precompute(config: Config, check: bool, held: ExitStack) -> int:
     mesh = make_mesh(config.mesh)
-    check_folder(config.features)
-    described = describe_text_target(config.target.path, config.target.dtype)
-    taps = described_drafter(config, described.config).target_layer_ids
-    dataset = training_data(config, described, mesh)
+    without_weights = describe_text_target(config.target.path, config.target.dtype)
+    taps = described_drafter(config, without_weights.config).target_layer_ids
+    dataset = training_data(config, without_weights, mesh)
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     layout, source = layout_of(config, target, taps), made_from(config, target, taps, dataset)
     folder = store_folder(config.features, source)
-    folder.mkdir(parents=True, exist_ok=True)
+    if is_main():
+        held.enter_context(own_folder(folder))
     check_shared(folder, "features.folder")
     if is_main():
-        held.enter_context(only_process(folder))
         _clear(folder, layout, check)
     wait_for_main("cleared")
     shards, _ = sealed(folder, layout)
@@ -86,11 +86,12 @@ def _precompute(config: Config, check: bool, held: ExitStack) -> int:
     else:
         sizes = np.asarray(tap_sizes(target, taps, sample_batch(dataset), needs_hidden(config))) if layout.dtype == "int8" else None
         if is_main():
-            write_whole(
-                folder / MADE_FROM, {"made_from": source, "rows": rows, "sizes": sizes if sizes is None else sizes.tolist()}
-            )
+            described = {"made_from": source, "rows": rows, "sizes": sizes if sizes is None else sizes.tolist()}
+            with written(folder / MADE_FROM):
+                write_whole(folder / MADE_FROM, described)
         wait_for_all("described")
     status = _write(config, mesh, target, taps, layout, dataset, folder, shards)
+    wait_for_all("written")  # else a process that is gone, with its rows, would go unnoticed
     if status:
         say(f"stopped; what was computed is in {folder}, and the same command continues")
     else:

@@ -10,16 +10,17 @@ import jax
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoint import Checkpoints
-from dflash_jax.config import Config, check_counts
+from dflash_jax.config import Config, check_counts, check_folders
 from dflash_jax.conversations import expand_files
 from dflash_jax.data import check_sizes
 from dflash_jax.distributed import check_shared, is_main, say
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.features import check_cache
 from dflash_jax.first_drafter import first_config
 from dflash_jax.heldout import PACKAGED, HeldOut, held_out
 from dflash_jax.hf import describe_text_target
-from dflash_jax.lock import only_process
+from dflash_jax.lock import own_folder
 from dflash_jax.metrics import check_board
 from dflash_jax.model_config import DFlashConfig
 from dflash_jax.optim import optimizer
@@ -45,6 +46,7 @@ def describe(config: Config) -> Described:
     """Raises an error of this package for a config that cannot work; nothing is written."""
     check_counts(config)
     check_sizes(config.data)
+    check_folders(config)
     _check_files(config)
     Profile(Path(config.train.run_dir), config.train.profile_steps)
     if config.train.tensorboard:
@@ -56,13 +58,14 @@ def describe(config: Config) -> Described:
     tx = optimizer(config.optim, config.train.steps)
     target = describe_text_target(config.target.path, config.target.dtype)
     drafter = first_config(config, target.config)
+    check_cache(config, target.config, drafter)
     if drafter is not None:
         make_train_step(config, target, Drafter(drafter, None), tx, mesh)  # sizes that no step can have
     return Described(mesh, target, drafter, held_out(config, target))
 
 
 def open_run(config: Config, run: Described, held: ExitStack) -> Checkpoints:
-    """The checkpoints of the run folder, which is this run's alone while `held` lasts.
+    """The checkpoints of the run folder, which is this run's alone while `held` lasts. A run that writes nothing leaves no folder.
 
     Raises `ConfigError` when another run is at work in it or has left something there, or when processes do not share it, and
     `CheckpointError` when `train.resume` finds nothing to continue, or a run that would compute something else.
@@ -71,8 +74,7 @@ def open_run(config: Config, run: Described, held: ExitStack) -> Checkpoints:
     if config.train.resume and is_main() and not (run_dir / "checkpoints").is_dir():
         raise CheckpointError(f"{run_dir / 'checkpoints'} holds no checkpoint: start without --resume")
     if is_main():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held.enter_context(only_process(run_dir))
+        held.enter_context(own_folder(run_dir))
     check_shared(run_dir, "train.run_dir")
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep, run.heldout.name)
     held.callback(checkpoints.close)
@@ -111,14 +113,6 @@ def identity(config: Config, drafter: DFlashConfig | None, steps: int | None, da
 
 
 def _check_files(config: Config) -> None:
-    folders = {
-        "train.run_dir": config.train.run_dir,
-        "data.records": config.data.records,
-        "features.folder": config.features.folder,
-    }
-    for name, path in folders.items():
-        if "://" in path:
-            raise ConfigError(f"{name} is {path}: give a folder that is mounted on every host")
     heldout = [] if config.data.heldout == [PACKAGED] else expand_files(config.data.heldout, "data.heldout")
     train = training_files(config.data) if is_main() else {}
     both = {Path(path).resolve() for path in train} & {Path(path).resolve() for path in heldout}

@@ -2,11 +2,15 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import Config
 from dflash_jax.errors import ConfigError
@@ -85,6 +89,27 @@ def peak_flops(config: Config, devices: list[Any]) -> float | None:
     return one * 1e12 * len(devices) if one else None
 
 
+def measured_flops(dtype: str, devices: list[Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Operations a second that these devices reach in a product of two matrices, at most 2048 wide: the best of some. Those of this
+    process measure it, all at once; the others are taken to be like them. Well under a second on two cores."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    rows = NamedSharding(Mesh(np.asarray(local), ("rows",)), PartitionSpec("rows"))
+    product = jax.jit(lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32), out_shardings=rows)
+    size, seconds = 256, 0.0
+    while seconds < 0.01 and size < 2048:  # a short one measures how it is started
+        size *= 2
+        x = jax.device_put(np.ones((len(local) * size, size), jnp.dtype(dtype)), rows)
+        y = jax.device_put(np.ones((size, size), jnp.dtype(dtype)), NamedSharding(rows.mesh, PartitionSpec()))
+        product(x, y).block_until_ready()  # compiled
+        times = []
+        for _ in range(3):
+            before = clock()
+            product(x, y).block_until_ready()
+            times.append(clock() - before)
+        seconds = min(times)
+    return 2 * size**3 * len(devices) / max(seconds, 1e-9)
+
+
 def speed(window: list[dict[str, Any]], flops: Callable[[int], float], peak: float | None) -> dict[str, float]:
     """How fast some steps were: the share of time that waited for data, operations a second, and the share of the peak (mfu)."""
     seconds = max(sum(values["seconds"] for values in window), 1e-9)
@@ -127,14 +152,16 @@ def memory_estimate(target_params: Any, state: Any, cost: StepCost) -> str:
     )
 
 
-def first_time_estimate(flops: float, steps: int, peak: float | None) -> str:
-    """How long `steps` steps of so many operations may take, before the first of them has told."""
+def first_time_estimate(flops: float, steps: int, peak: float | None, measured: float | None = None) -> str:
+    """How long `steps` steps of so many operations may take, before the first of them has told. `peak` None: by the rate that was
+    `measured` instead."""
+    rate = measured if peak is None else peak
+    assert rate is not None
+    seconds = flops / (USUAL_SHARE * rate)
+    of = f"the {rate / 1e9:.3g} GFLOP/s measured here in a matrix product alone" if peak is None else "the peak"
     work = f"estimate: {flops / 1e12:.3g} TFLOP a step in matrix products"
-    if peak is None:
-        return f"{work}; how long, the first steps will tell"
-    seconds = flops / (USUAL_SHARE * peak)
     return (
-        f"{work}, {seconds:.3g} s at {USUAL_SHARE:.0%} of the peak, {duration(seconds * steps)} for {steps} steps; the first steps "
+        f"{work}, {seconds:.3g} s at {USUAL_SHARE:.0%} of {of}, {duration(seconds * steps)} for {steps} steps; the first steps "
         "will tell better"
     )
 

@@ -18,8 +18,8 @@ from dflash_jax.config import Config, to_json
 from dflash_jax.data import training_data
 from dflash_jax.distributed import from_main, initialize, is_main, on_host, say, wait_for_all
 from dflash_jax.drafter import Drafter
-from dflash_jax.errors import CheckpointError, NonFiniteLossError, named
-from dflash_jax.features import Features, layout_of, open_features
+from dflash_jax.errors import CheckpointError, DataError, NonFiniteLossError, named
+from dflash_jax.features import Features, check_cache, layout_of, open_features
 from dflash_jax.first_drafter import first_drafter, sample_batch
 from dflash_jax.hf import load_text_target, save_drafter
 from dflash_jax.metrics import MetricsWriter
@@ -31,6 +31,7 @@ from dflash_jax.progress import (
     first_time_estimate,
     last_words,
     mean_share,
+    measured_flops,
     memory_estimate,
     peak_flops,
     speed,
@@ -61,6 +62,7 @@ def fit(config: Config) -> int:
 def _fit(config: Config, run: Described, checkpoints: Checkpoints) -> int:
     mesh, run_dir, c = run.mesh, Path(config.train.run_dir), run.target.config
     dataset = training_data(config, run.target, mesh)
+    check_cache(config, c, run.drafter, dataset.records.digest)
     target = load_text_target(config.target.path, dtype=config.target.dtype, mesh=mesh)
     steps = config.train.steps or dataset.steps_in(config.data.num_epochs)
     first = first_drafter(config, target, dataset)
@@ -93,8 +95,11 @@ def _fit(config: Config, run: Described, checkpoints: Checkpoints) -> int:
         batch = abstract_batch(config, max(dataset.widths()), given, mesh)
         cost = step_cost(train_step, state, target.params, *batch)
         say(memory_estimate(target.params, state, cost))
-        peak = peak_flops(config, list(mesh.devices.flat))
-        say(first_time_estimate(cost.flops * mean_share(c, d, config, dataset.widths()), steps - int(state.step), peak))
+        devices = list(mesh.devices.flat)
+        peak = peak_flops(config, devices)
+        measured = measured_flops(d.dtype, devices) if peak is None else None
+        flops = cost.flops * mean_share(c, d, config, dataset.widths())
+        say(first_time_estimate(flops, steps - int(state.step), peak, measured))
     loop = _Loop(config, run, target, drafter, features, train_step, checkpoints, iterator, who, steps)
     state, finished = loop.run(state)
     if not finished:
@@ -154,7 +159,8 @@ class _Loop:
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
         """Train to the last step, or until someone asks to stop (False).
 
-        Metrics of a step are fetched when the next one is on its way: the device never waits for them.
+        Metrics of a step are fetched when the next one is on its way: the device never waits for them. Raises `DataError` for data
+        that can no longer be read, after a save where one process can save alone.
         """
         train = self.config.train
         step = int(state.step)
@@ -167,7 +173,7 @@ class _Loop:
             self.profile as profile,
         ):
             self.free_since = time.perf_counter()
-            cut = False
+            cut, bad = False, ""
             if self._evaluation_due(step) and not self.checkpoints.is_measured(step):  # it was stopped within that evaluation
                 tau = self._evaluate(step, state, stop)
                 cut = tau is None
@@ -176,7 +182,13 @@ class _Loop:
             while not cut and step < self.steps and not stop.asked():
                 self.checkpoints.check()
                 asked = time.perf_counter()
-                raw = next(self.iterator)
+                try:
+                    raw = next(self.iterator)
+                except DataError as error:  # some file has gone bad
+                    bad = str(error).splitlines()[0]  # Grain adds lines of its own
+                    if jax.process_count() > 1:  # a save takes all of them, and the others have batches to go on with
+                        raise DataError(bad) from None
+                    break
                 host = {"data_wait": time.perf_counter() - asked}
                 batch, width = place_batch(raw, self.mesh), raw["tokens_BT"].shape[1]
                 profile.before(step + 1)
@@ -204,6 +216,8 @@ class _Loop:
                 self._save(state, position)
                 self.status = stop.status
             self.checkpoints.wait()
+        if bad:
+            raise DataError(f"{bad}; then --resume: step {step} is saved")
         return state, not stopped
 
     def _note(self, step: int, metrics: StepMetrics, host: dict[str, Any]) -> None:

@@ -127,9 +127,41 @@ def train_and_tell():
         run(counted)
 
 
+class Killed(BaseException):
+    """Nothing catches it but the test."""
+
+
+def cached_in_parts(config):
+    """Write a cache of a shard a batch. The second host is gone before it has sealed its second shard, the first one shard later;
+    then both come again. The exit status, and the batches that they computed again."""
+    import pytest
+
+    from dflash_jax import precompute
+    from dflash_jax.distributed import is_main, wait_for_all
+    from dflash_jax.feature_store import ShardWriter
+
+    sealed, computed, seal, place_batch = [], [], ShardWriter.seal, precompute.place_batch
+
+    def sealing(self, end):
+        if len(sealed) == (2 if is_main() else 1):
+            raise Killed
+        seal(self, end)
+        sealed.append(end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompute, "SHARD_BYTES", 1)
+        with patch.context() as killing:
+            killing.setattr(ShardWriter, "seal", sealing)
+            with pytest.raises(Killed):
+                precompute.precompute(config)
+        wait_for_all("both are gone")
+        patch.setattr(precompute, "place_batch", lambda raw, mesh: (computed.append(None), place_batch(raw, mesh))[1])
+        return precompute.precompute(config), len(computed)
+
+
 def agree(argv):
-    """What two hosts agree on, each with a text (`train`) and folders of its own; a line of JSON. Then the first fails while
-    the second waits for it."""
+    """What two hosts agree on, each with a text (`train`) and folders of its own; a line of JSON. They write one cache of features.
+    Then the first fails while the second waits for it."""
     from tiny_text import tiny_tokenizer
 
     from dflash_jax.cli import parse_config
@@ -154,6 +186,7 @@ def agree(argv):
         records(own / "unshared")
     except ConfigError as error:
         told["refused"] = str(error)
+    told["cached"] = cached_in_parts(config)
     with StopRequests() as stop:
         questions = 0
         while not stop.asked():

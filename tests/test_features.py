@@ -302,6 +302,21 @@ def test_ctrl_c_seals_what_was_computed(tmp_path, monkeypatch, computed, whole, 
     )
 
 
+def test_ctrl_c_elsewhere_is_no_accident_either(tmp_path, monkeypatch, capsys):
+    """While the text or weights are read, or another process is waited for: until all have written, none says that it is done."""
+
+    def interrupted(name):
+        if name == "written":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute, "wait_for_all", interrupted)
+    (tmp_path / "config.yaml").write_text(to_json(config_of(tmp_path / "f")))
+    assert commands.main(["cache", "--config", str(tmp_path / "config.yaml")]) == 130
+    said = capsys.readouterr().out
+    assert "stopped; the shards that are whole are kept, and the same command continues" in said
+    assert "written to" not in said
+
+
 def flipped(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -361,8 +376,9 @@ def test_shards_that_nothing_describes_are_made_again_aloud(tmp_path, computed, 
     assert re.search(r"warning: \S+made_from\.json is missing: all shards there are made again", capsys.readouterr().err)
 
 
-def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
-    """Each difference by name, the nearest cache, and how it is made; also what is only half there, before anything is written."""
+def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target, monkeypatch):
+    """Each difference by name, the nearest cache, and how it is made; also what is only half there, before anything is written.
+    All but other weights is told before weights are read. A cache made again with other sizes is another."""
     mesh = tiny_run.mesh()
 
     def refusal(folder, target=target, taps=TAPS, **changes):
@@ -381,6 +397,15 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
     (int8,) = (path.parent for path in folder.glob("*/*.json") if json.loads(path.read_text())["content"].get("sizes"))
     shutil.copytree(int8, tmp_path / int8.name)
     assert "differs (features.dtype: int8 there, bfloat16 now)" in refusal(tmp_path)
+    config = config_of(tmp_path, train__features="cache", features__dtype="int8")
+    dataset, identities = training_data(config, target, mesh), []
+    for factor in (1.0, 1.001):
+        described = feature_store.read_made_from(tmp_path / int8.name)
+        sizes = [size * factor for size in described["sizes"]]
+        feature_store.write_whole(tmp_path / int8.name / "made_from.json", described | {"sizes": sizes})
+        identities.append(open_features(config, mesh, target, TAPS, dataset).identity)
+    assert identities[0].keys() == identities[1].keys()
+    assert {name for name, value in identities[0].items() if value != identities[1][name]} == {"features.sizes"}
     (tmp_path / int8.name / "00000000-0of1.json").unlink()
     assert "holds the features of 0 of 12 conversations" in refusal(tmp_path, features__dtype="int8")
     (tmp_path / int8.name / "made_from.json").write_text("{}")
@@ -389,9 +414,10 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path, folder, target):
     )
     with pytest.raises(DataError, match=r"made_from\.json is damaged"):
         make(tmp_path, features__dtype="int8")
-    with pytest.raises(DataError, match="holds no target features for this run"):
-        trainer.fit(config_of(tmp_path / "none", tmp_path / "r", train__features="cache"))
-    assert not (tmp_path / "r" / "config.json").exists()
+    monkeypatch.setattr(trainer, "load_text_target", lambda *_, **__: pytest.fail("a target was loaded"))
+    with pytest.raises(DataError, match=r"differs \(data\.train, data\.max_length \(tokens\): "):
+        trainer.fit(config_of(folder, tmp_path / "r", train__features="cache", data__max_length=24))
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_cache_is_not_begun_where_it_cannot_end(tmp_path, monkeypatch, computed, whole, capsys):
@@ -401,10 +427,16 @@ def test_a_cache_is_not_begun_where_it_cannot_end(tmp_path, monkeypatch, compute
         patch.setattr(precompute.shutil, "disk_usage", lambda path: usage(1000))
         message = r"the features need 0\.00 GiB and .* has 0\.00: features\.dtype int8 takes 0\.00 GiB; free some space"
         with pytest.raises(ConfigError, match=message):
-            make(tmp_path)
+            make(tmp_path / "all" / "of" / "them")
+    assert not any(tmp_path.iterdir())
     tokens = sum(sum(json.loads(path.read_text())["content"]["lengths"]) for path in whole.glob("*/0*.json"))
     assert f"features: {tokens} tokens of 192 bytes (3 x 32 numbers, bfloat16): 0.00 GiB, 0.00 of them" in capsys.readouterr().out
     assert tokens * 192 == sum(path.stat().st_size for path in whole.glob("*/*.features"))
+    with (
+        tiny_run.files_of_at_most(100),
+        pytest.raises(DataError, match=r"made_from\.json cannot be written \(.*\): free some space"),
+    ):
+        make(tmp_path)
     with tiny_run.files_of_at_most(5000), pytest.raises(DataError, match=r"\.features cannot be written \(.*\): free some space"):
         make(tmp_path)
     with pytest.raises(ConfigError, match=r"features\.folder is gs://x: give a folder that is mounted"):

@@ -1,17 +1,20 @@
 """Real processes that train as one: what a user starts, what a kill and a preemption leave behind, and what goes on elsewhere."""
 
+import dataclasses
 import json
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_run
 from several_processes import launch
 
-from dflash_jax import preflight, trainer
-from dflash_jax.config import to_json
+from dflash_jax import precompute, preflight, trainer
+from dflash_jax.config import FeaturesConfig, to_json
+from dflash_jax.feature_store import FeatureStore, Layout
 from dflash_jax.hf import load_drafter
 
 STEPS = 60
@@ -102,14 +105,29 @@ def test_killed_preempted_and_moved(tmp_path):
         assert after[step] == pytest.approx(straight[step], rel=1e-3), step
 
 
+def assert_one_cache(of_two, alone, config):
+    """What two hosts have written is what one process writes, by conversation, in the same place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompute, "make_mesh", lambda config: tiny_run.mesh())
+        assert precompute.precompute(dataclasses.replace(config, features=FeaturesConfig(str(alone)))) == 0
+    (ours,), (theirs,) = of_two.iterdir(), alone.iterdir()
+    assert ours.name == theirs.name
+    assert len(list(ours.glob("*.features"))) == 6
+    layout, ids_N = Layout(2, 32, "bfloat16"), np.arange(12)
+    for (a_TM, _), (b_TM, _) in zip(*(FeatureStore(path, layout, ids_N).read(range(12)) for path in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a_TM.astype(np.float32), b_TM.astype(np.float32), rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.one_cell
 def test_two_hosts_agree_and_end_together(tmp_path):
     """Without a training: the first host alone has the text, and both read its records; a folder that they do not share is refused
-    on both; SIGTERM of one stops both at the same question, for good. And when the first fails, neither waits for the other."""
+    on both; they write one cache, also in parts; SIGTERM of one stops both at the same question, for good. And when the first
+    fails, neither waits for the other."""
     (tmp_path / "0").mkdir()
     rows = [{"messages": [tiny_run.user("a"), tiny_run.assistant("hello")]}] * 3
     tiny_run.write_lines(tmp_path / "0" / "text.jsonl", rows)
-    hosts = launch(tmp_path, to_json(tiny_run.tiny_run(tmp_path)), 2, devices=1, what=["agree"])
+    config = tiny_run.tiny_run(tmp_path, features__folder=str(tmp_path / "features"))
+    hosts = launch(tmp_path, to_json(config), 2, devices=1, what=["agree"])
     for host in hosts:
         host.wait(timeout=90)
     said = [host.output.read_text() for host in hosts]
@@ -119,6 +137,8 @@ def test_two_hosts_agree_and_end_together(tmp_path):
         own = tmp_path / str(index) / "unshared"
         assert host.pop("refused") == f"data.records {own} is not one folder for all processes: give one that all hosts share"
     assert told[0] == told[1]
+    assert told[0]["cached"] == [0, 2], "of three batches both hosts had sealed the first"
+    assert_one_cache(tmp_path / "features", tmp_path / "alone", config)
     assert (told[0]["text"], told[0]["rows"]) == ("\u00e9", [0, 1, 2])
     assert told[0]["stopped"] >= 20
     assert (told[0]["again"], told[0]["status"]) == (True, 143)

@@ -22,9 +22,10 @@ from dflash_jax import heldout, preflight, trainer
 from dflash_jax.checkpoint import Checkpoints
 from dflash_jax.config import Config, DecodeConfig, DrafterSource, to_json
 from dflash_jax.data import ConversationDataset
+from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError, DataError, DFlashError, NonFiniteLossError, PromptError
-from dflash_jax.features import Memory
-from dflash_jax.first_drafter import first_config, first_drafter
+from dflash_jax.features import Features, Memory
+from dflash_jax.first_drafter import drafter_config, first_config, first_drafter
 from dflash_jax.generate import generate
 from dflash_jax.hf import describe_text_target, load_drafter, save_drafter
 from dflash_jax.lock import only_process
@@ -478,6 +479,41 @@ def test_skipped_steps_are_counted_and_stop_a_run_only_when_they_go_on(tmp_path,
 
 
 @pytest.mark.one_cell
+def test_data_that_goes_bad_costs_no_step(tmp_path, monkeypatch, whole):
+    """Those done are saved, and once it is mended the run ends as if nothing had been. Where processes would have to save together
+    the last checkpoint stands."""
+    config = tiny_run.tiny_run(tmp_path / "r", train__save_every=100)
+
+    def spoiled_run(patch, processes):
+        reads = []
+
+        def read(self, raw):
+            reads.append(raw)
+            if len(reads) == 3:
+                raise DataError("x.features is damaged: make it again")
+            return raw
+
+        def taken(iterator):
+            try:
+                return next(iterator)
+            except DataError:
+                patch.setattr(jax, "process_count", lambda: processes)
+                raise
+
+        patch.setattr(Features, "read", read)
+        patch.setattr(trainer, "next", taken, raising=False)
+        trainer.fit(config)
+
+    for processes, message in ((2, r"make it again$"), (1, r"make it again; then --resume: step 2 is saved$")):
+        with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^x\.features is damaged: " + message):
+            spoiled_run(patch, processes)
+        assert (tmp_path / "r" / "checkpoints").exists() == (processes == 1)
+    assert saved(tmp_path / "r") == ["2"]
+    assert trainer.fit(dataclasses.replace(config, train=dataclasses.replace(config.train, resume=True))) == 0
+    assert_equal(final_state(tmp_path / "r", 4), final_state(whole, 4))
+
+
+@pytest.mark.one_cell
 def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch):
     """At the next step, not at the next save."""
 
@@ -583,6 +619,22 @@ def test_start_from_a_drafter(rows):
 
 
 @pytest.mark.one_cell
+def test_start_from_a_drafter_of_another_width(tmp_path, rows):
+    """Its tables are its own; where config.json does not say so, as others write it, its tensors do."""
+    asked = dataclasses.replace(tiny_run.DRAFTER, draft_hidden_dim=16, own_embedding=True, own_head=True)
+    wide = drafter_config(Config(drafter=asked), tiny_target().config)
+    save_drafter(Drafter.random(jax.random.key(0), wide), tmp_path / "d")
+    values = json.loads((tmp_path / "d" / "config.json").read_text())
+    for name in ("own_embedding", "own_head"):
+        assert values["dflash_config"]["dflash_jax"].pop(name) is True
+    (tmp_path / "d" / "config.json").write_text(json.dumps(values))
+    assert start(rows, train__init="loaded", drafter__path=str(tmp_path / "d")).config.draft_hidden_dim == 16
+    (tmp_path / "d" / "config.json").write_text(json.dumps(values | {"vocab_size": 300}))
+    with pytest.raises(ConfigError, match=r"config\.json: .*(vocab_size is 300|own_embedding and own_head)"):
+        first_config(tiny_run.tiny_run("unused", train__init="loaded", drafter__path=str(tmp_path / "d")), tiny_target().config)
+
+
+@pytest.mark.one_cell
 def test_start_from_the_target(rows):
     up = start(rows, train__init="target").params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
     np.testing.assert_array_equal(up, tiny_target().params["layers"][3]["mlp"]["up_proj"]["kernel"][...])
@@ -608,7 +660,8 @@ def test_only_the_frequent_tokens_are_learned_and_drafted(tmp_path, rows):
 def test_kept_features_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1)
     with pytest.raises(ConfigError, match=r"train\.features memory needs more memory than there is: use online"):
-        trainer.fit(tiny_run.tiny_run(tmp_path / "r", train__features="memory"))
+        trainer.fit(tiny_run.tiny_run(tmp_path / "runs" / "r", train__features="memory"))
+    assert not any(tmp_path.iterdir()), "not even a folder of runs, though all was loaded before"
 
 
 def no_work(monkeypatch):
@@ -645,6 +698,13 @@ def no_work(monkeypatch):
         ({"train__anchors_per_row": 0}, ConfigError, r"train\.anchors_per_row is 0"),
         ({"train__peak_tflops": -1.0}, ConfigError, r"train\.peak_tflops is -1\.0: it must be at least 0"),
         ({"train__run_dir": "gs://bucket/run"}, ConfigError, r"train\.run_dir is gs://bucket/run: give a folder that is mounted"),
+        ({"features__folder": " "}, ConfigError, r"features\.folder is empty: give a folder"),
+        ({"data__records": ""}, ConfigError, r"data\.records is empty: give a folder"),
+        (
+            {"train__features": "cache", "features__folder": "absent"},
+            DataError,
+            r"absent holds no target features for this run: `py",
+        ),
         ({"train__anchors_per_document": -1}, ConfigError, r"train\.anchors_per_document is -1: it must be at least 0"),
         ({"data__train": ["absent*.jsonl"]}, DataError, r"data\.train: absent\*\.jsonl matches no file"),
         ({"train__logit_chunk": 0}, ConfigError, r"train\.logit_chunk is 0"),
@@ -685,7 +745,7 @@ def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: not valid JSON"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r", data__train=[str(tmp_path / "bad.jsonl")]))
-    assert not (tmp_path / "r" / "config.json").exists()
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.one_cell
@@ -694,6 +754,7 @@ def test_a_finished_drafter_is_not_overwritten(tmp_path, whole, monkeypatch):
     shutil.copytree(whole / "drafter", tmp_path / "r" / "drafter")
     with pytest.raises(ConfigError, match="is the drafter of an earlier run: give another train.run_dir"):
         trainer.fit(tiny_run.tiny_run(tmp_path / "r"))
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["drafter"]
 
 
 @pytest.mark.one_cell
