@@ -318,6 +318,14 @@ def check_stop_tokens(target: Target, ids: Any) -> list[int]:
     return sorted({int(token) for token in each})
 
 
+def _mend(prompt: Any, ids: np.ndarray) -> str:
+    if isinstance(prompt, (str, bytes)):
+        return "it is text; give target.tokenizer.encode_chat([{'role': 'user', 'content': TEXT}])"
+    if ids.ndim == 0:
+        return "it is a single number; give a list of prompts, [prompt] for one"
+    return "give what target.tokenizer.encode_chat returns, one list of whole numbers a prompt"
+
+
 def check_prompts(target: Target, prompts: Sequence[Any]) -> list[int]:
     """The prompts' lengths. Raises `PromptError` for one that cannot be decoded."""
     if len(prompts) == 0:
@@ -329,7 +337,7 @@ def check_prompts(target: Target, prompts: Sequence[Any]) -> list[int]:
         except ValueError:  # lists within lists
             ids = np.zeros((0, 0))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise PromptError(f"prompt {row} is not a list of token ids: give what target.tokenizer.encode_chat returns")
+            raise PromptError(f"prompt {row} is not a list of token ids: {_mend(prompt, ids)}")
         if len(prompt) == 0:
             raise PromptError(f"prompt {row} is empty: give at least one token id")
         if len(prompt) > longest:

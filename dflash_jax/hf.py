@@ -120,6 +120,8 @@ def load_drafter(path: str | Path, target: Target, dtype: str | None = None) -> 
             not have (DFlash 2, DSpark).
         ConfigError: config.json is missing or broken, the drafter is for another target, or the target uses its mask token.
     """
+    if not hasattr(target, "config"):
+        raise ConfigError(f"target is {target!r}: give the model itself, as load_target returns it")
     operand_dtype = check_dtype(target.config.dtype if dtype is None else dtype)
     folder = model_folder(path)
     where = str(folder / "config.json")

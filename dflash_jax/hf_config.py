@@ -132,6 +132,8 @@ def target_config(folder: Path, dtype: Dtype) -> TargetConfig:
     """
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     model_type = fields.get("model_type", str)
+    if "dflash_config" in fields.values or "DFlashDraftModel" in fields.get("architectures", list, []):
+        raise CheckpointError(f"{fields.where} is that of a drafter, not of a target: give it to load_drafter (or as drafter.path)")
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(f"{fields.where}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")

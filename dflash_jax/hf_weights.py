@@ -248,5 +248,6 @@ def model_folder(path: str | Path, files: Sequence[str] | None = None) -> Path:
     except Exception as error:  # many kinds: no network, no such model, gated, disk full
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{path} is no local folder, and the hub did not give it ({reason}): download the model elsewhere and give its folder"
+            f"{path} is no local folder (check its spelling), and the hub did not give it ({reason}): download the model elsewhere "
+            "and give its folder"
         ) from None

@@ -223,7 +223,7 @@ def last_words(config: Config, run_dir: Path, better: int | None) -> str:
     lines.append(f"drafter written to {folder}")
     if better is not None:
         lines.append(f"that of step {better}, which accepted more, to {run_dir / 'drafter-best'}")
-    lines.append(f"measure it: python -m dflash_jax bench --drafter.path {folder}")
+    lines.append(f"measure it: python -m dflash_jax bench --config {run_dir / 'config.json'} --drafter.path {folder}")
     out = run_dir / f"{Path(config.target.path).name.removesuffix('.gguf')}-dflash"
     lines.append(
         f"for other engines: python -m dflash_jax export --to zlab --drafter {folder} --target {config.target.path} --out {out}"

@@ -72,6 +72,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise PromptError("this target has no chat template: give plain token ids, or put a chat_template.jinja in its folder")
+        if isinstance(messages, (str, Mapping)):
+            raise PromptError("messages are not a list: give [{'role': 'user', 'content': TEXT}]")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise PromptError(f"message {index} is not {{'role': ..., 'content': ...}}: {message!r}"[:300])

@@ -464,10 +464,17 @@ def test_bad_input_is_refused_by_name(name):
 
 
 @pytest.mark.one_cell
-@pytest.mark.parametrize("prompts", ["hello", ["hello"], [1, 2, 3], [[1.5, 2]], [[[1, 2], [3]]], [[True]]], ids=str)
-def test_what_is_no_token_ids_is_refused(prompts):
-    with pytest.raises(PromptError, match="prompt 0 is not a list of token ids"):
-        check_prompts(table_target(), prompts)
+@pytest.mark.parametrize(
+    ("prompts", "mend"),
+    [
+        ("hello", "it is text"), (["hello"], "it is text"), ([1, 2, 3], "list of prompts"), (np.array([1, 2]), "list of prompts"),
+        ([[1.5, 2]], "whole numbers"), ([[[1, 2], [3]]], "one list"), ([[True]], "whole numbers"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_token_ids_is_refused(prompts, mend):
+    with pytest.raises(PromptError, match=f"prompt 0 is not a list of token ids: .*{mend}"):
+        inspect.unwrap(check_prompts)(table_target(), prompts)
 
 
 def test_unknown_verify_rule_is_refused():

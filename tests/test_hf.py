@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import inspect
 import json
 
 import jax
@@ -15,7 +16,7 @@ from tiny_models import random_params
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.hf import load_drafter, save_drafter
+from dflash_jax.hf import load_drafter, load_target, save_drafter
 from dflash_jax.targets import DenseTarget
 from dflash_jax.targets.dense import abstract_decoder
 
@@ -140,6 +141,13 @@ def test_prefixed_names(folder, target):
     tensors = load_file(folder / "model.safetensors")
     save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     equal_params(load_drafter(folder, target), want)
+
+
+def test_target_and_drafter_mixed_up(folder):
+    with pytest.raises(ConfigError, match="target is 'smollm2-135m': give the model itself"):
+        inspect.unwrap(load_drafter)(folder, target="smollm2-135m")
+    with pytest.raises(CheckpointError, match="that of a drafter, not of a target: give it to load_drafter"):
+        load_target(folder)
 
 
 def test_a_mask_row_beside_the_weights_is_refused(folder, target):

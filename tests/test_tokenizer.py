@@ -1,5 +1,6 @@
 """Tokenizer, chat templates and the streaming decoder."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -131,6 +132,12 @@ def test_template_is_sandboxed():
     tokenizer = tiny_tokenizer(template="{{ messages.__class__.__mro__ }}{{ messages.append(1) }}")
     with pytest.raises(PromptError, match="refuses this conversation"):
         tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.parametrize("messages", ["hi", CHAT[0]], ids=["text", "one message"])
+def test_what_is_no_list_of_messages_is_refused(messages):
+    with pytest.raises(PromptError, match="messages are not a list: give"):
+        inspect.unwrap(Tokenizer.render_chat)(tiny_tokenizer(template="x"), messages)
 
 
 def test_template_refusals():
