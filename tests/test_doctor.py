@@ -581,7 +581,8 @@ def test_the_shipped_drafter_is_sound(shipped, capsys):
     assert all(line.startswith("ok ") for line in lines[:-1])
     assert lines[-1] == f"{len(lines) - 1} checks: nothing found"
     shown = next(line for line in lines if "acceptance: slots" in line).split("slots ")[1].split()
-    assert [float(share) for share in shown[:3]] == pytest.approx([0.50, 0.25, 0.13], abs=0.06)
+    # at random anchors of 112 evaluation answers (docs/log.md, 2026-12-01)
+    assert [float(share) for share in shown[:3]] == pytest.approx([0.558, 0.302, 0.169], abs=0.06)
 
 
 def test_reversed_taps_through_the_command(shipped, tmp_path, capsys):

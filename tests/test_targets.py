@@ -420,7 +420,7 @@ def test_other_tensor_types(tmp_path):
 
 def test_paths_and_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
-    with pytest.raises(CheckpointError, match=r"some/model is no local folder, .* \(no network\): download the model elsewhere"):
+    with pytest.raises(CheckpointError, match=r"some/model is no local folder \(check .* \(no network\): download the model"):
         load_target("some/model")
     with pytest.raises(CheckpointError, match="does not exist: give a Hugging Face folder"):
         load_target(tmp_path / "nowhere")
